@@ -1,0 +1,1 @@
+"""From hosts to running agents, and back to none."""

@@ -1,0 +1,1 @@
+"""Who is in the mesh and who holds what: vocabulary and pure decisions, without I/O."""

@@ -1,0 +1,53 @@
+"""What a model weighs and where it may be cut: the inspect child's answer, read by placement."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LayerFootprint(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one layer. `fixed_state_bytes` is per sequence and independent of context (SSM, conv)."""
+
+    weights_bytes: int
+    kv_bytes_per_token: int
+    fixed_state_bytes: int = 0
+    kv_window: int = 0  # tokens a sliding window keeps; 0 = the whole context
+
+
+class TensorFootprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What tensor sharding can divide, summed over layers. A rank with `u` of `attention_units` and `m` of
+    `mlp_units` holds replicated + attention_bytes*u/attention_units + mlp_bytes*m/mlp_units bytes."""
+
+    attention_units: int  # whole KV groups
+    attention_bytes: int
+    mlp_units: int
+    mlp_bytes: int
+    replicated_bytes: int  # norms, embedding, head and whatever no rule can split
+    reason: str = ""  # not empty: tensor sharding is impossible, and why
+    replicated_parts: tuple[str, ...] = ()  # names of large parts that stay whole on every rank
+
+
+class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and legal cuts of a model, read from its config and weight headers; no weight is read."""
+
+    model_type: str
+    model_digest: str
+    num_layers: int
+    layers: tuple[LayerFootprint, ...]
+    embedding_bytes: int  # read by the first stage (and by the last one when tied)
+    head_bytes: int  # final norm and output head, without a tied embedding
+    tied_embedding: bool
+    legal_cuts: tuple[int, ...]  # k: a stage may end before layer k; subset of 1..num_layers-1
+    cut_reason: str  # why the other cuts are not legal; '' when all are
+    hidden_bytes_per_token: int  # what crosses a cut
+    context_length: int  # the model's maximum; 0 = unknown
+    vocab_size: int
+    tensor: TensorFootprint
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.embedding_bytes + self.head_bytes + sum(layer.weights_bytes for layer in self.layers)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(layer.kv_bytes_per_token for layer in self.layers)

@@ -1,0 +1,668 @@
+"""Everything that crosses a process boundary, as frozen tagged structs in MessagePack.
+
+Five conversations, one union of types per direction:
+
+    launcher -> agent        AgentConfig, one JSON line on stdin; end of file ends an attached agent
+    agent    -> launcher     LauncherEvent, one framed JSON line each on stdout
+    agent   <-> coordinator  AgentMessage / CoordinatorMessage (ZeroMQ, CURVE)
+    agent   <-> engine       EngineCommand / EngineReport (a socket pair, length-prefixed)
+    engine   -> engine       StepPlan from the leader, PlanHello to it (ZeroMQ, CURVE)
+    coordinator <-> proxy    ProxyRequest / ProxyEvent (a socket pair, length-prefixed)
+
+Struct tags are the class names in lower case. Every union has one `Decoder`; decoding anything else
+raises `msgspec.ValidationError`, which the edges turn into a counted, logged rejection.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from mlx_mesh.mesh.types import Backend, HostFacts, Phase, Placement, Sharding, Versions
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""Largest message on any channel: a prompt of a million tokens takes about 5 MB."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower):
+    """Base of all messages; gives the tag."""
+
+
+# ---------------------------------------------------------------- settings
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """Named limits in seconds. Each is shown in the error that it causes."""
+
+    join_s: float = 60.0  # from coordinator start until every expected agent has joined
+    spawn_s: float = 60.0  # engine process started -> imported
+    connect_s: float = 30.0  # every engine told to connect -> checked collective passed
+    load_stall_s: float = 120.0  # loading without a progress report
+    warmup_s: float = 120.0  # cut check and one-token warm-up
+    stop_s: float = 5.0  # TERM -> KILL
+    drain_s: float = 30.0  # SIGTERM: open requests may finish within
+    heartbeat_interval_s: float = 1.0
+    engine_silence_s: float = 3.0  # an engine without a heartbeat is frozen
+    heartbeat_timeout_s: float = 15.0  # an agent without a heartbeat is lost
+    rejoin_timeout_s: float = 60.0
+    step_floor_s: float = 30.0  # a step is never called stuck before this
+    request_s: float = 3600.0
+
+
+class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One host of the mesh as the coordinator expects it, in rank order."""
+
+    name: str
+    slots: int = 1
+    address: str = ""  # IPv4 for the data links; '' = the agent's control address
+    layers: int = 0  # pinned number of layers per slot; 0 = planned
+    memory_limit_bytes: int = 0  # 0 = what the host reports
+    rdma: tuple[str | None, ...] = ()
+
+
+class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator needs to run one mesh. Built once by the launcher or the manual bootstrap."""
+
+    name: str
+    hosts: tuple[HostPlan, ...]
+    sharding: Sharding = Sharding.AUTO
+    backend: Backend = Backend.AUTO
+    serve_host: str = "127.0.0.1"
+    serve_port: int = 18000  # 0 = a free one
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    chat_template: str = ""  # overrides the model's
+    context_length: int = 0  # 0 = the model's
+    max_sequences: int = 32  # decoded together
+    max_queue: int = 256
+    prefill_step_size: int = 0  # 0 = chosen by sharding
+    plan_context: int = 4096  # tokens and sequences that the memory plan reserves KV for
+    plan_sequences: int = 4
+    server_rank: int = 0  # user rank of the leader (manual bootstrap); shown in status
+    max_restarts: int = 3
+    deadlines: Deadlines = Deadlines()
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent's settings. `mesh` is set for the coordinator's agent and None for the others."""
+
+    mesh_name: str
+    run_id: str
+    host: str  # this host's name in the mesh
+    model: str  # folder or hub id on this host
+    secret: str  # hex, at least 32 bytes; never logged
+    coordinator: str  # "ip:port" to join; for the coordinator what to bind, port 0 = a free one,
+    #                   '' = in-process only (a mesh of one host)
+    slots: int = 1
+    ranks: tuple[int, ...] = ()  # mesh ranks this agent insists on (manual bootstrap)
+    world_size: int = 0  # expected; 0 = whatever the coordinator says
+    address: str = ""  # IPv4 for the data links
+    marker: str = ""  # prefix of framed stdout lines; '' = log for people instead
+    attached: bool = True  # end of file on stdin ends this agent
+    deadlines: Deadlines = Deadlines()
+    mesh: MeshConfig | None = None
+
+
+# ---------------------------------------------------------------- generation
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen, with OpenAI's and mlx-lm's names. temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # always set: the proxy draws one when the client gives none
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. `sent_ids` are tokens already given to the client in an earlier epoch:
+    the engine prefills prompt_ids + sent_ids and goes on; max_tokens counts sent_ids too."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] = ()  # end-of-text ids; the matched id ends it with "stop"
+    logprobs: int | None = None  # None = none; k = the chosen token and the k best
+    sent_ids: tuple[int, ...] = ()
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Natural-log probabilities of one position, before temperature."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one request, without the end-of-text token. The last chunk has a finish_reason."""
+
+    id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    prefill_s: float = 0.0  # set in the first chunk: admission until the first token
+
+
+# ---------------------------------------------------------------- leader engine -> follower engines
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rank needs of a request to keep the same schedule. Followers never sample."""
+
+    id: str
+    prompt_ids: tuple[int, ...]  # prompt and sent ids
+    max_tokens: int  # still to generate
+    stop_token_ids: tuple[int, ...]
+
+
+class StepPlan(Message):
+    """What all ranks do at step `step` of `epoch`: cancel, then admit, then one generator step.
+    `stop`: drain and leave the loop instead."""
+
+    epoch: int
+    step: int
+    cancel: tuple[str, ...] = ()
+    admit: tuple[Admission, ...] = ()
+    stop: bool = False
+
+
+class PlanHello(Message):
+    """A follower engine's first message on the plan channel."""
+
+    epoch: int
+    rank: int
+
+
+# ---------------------------------------------------------------- agent -> engine
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's settings, the first frame on its socket pair (after that: EngineCommand)."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    host: str
+    secret: str  # for the plan channel; never logged
+    plan_address: str  # IPv4 on which the leader engine binds its plan channel
+    heartbeat_interval_s: float = 1.0
+
+
+class Connect(Message):
+    """Form the data group. `addresses[r]` is rank r's "ip:port" list (ring); world size 1 has none.
+    The leader also binds its plan channel and reports the endpoint; followers get it in JoinPlans."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    backend: Backend
+    addresses: tuple[tuple[str, ...], ...]
+    coordinator: str = ""  # jaccl and nccl: rank 0's "ip:port"
+    rdma: tuple[tuple[str | None, ...], ...] = ()
+    deadline_s: float = 30.0
+
+
+class JoinPlans(Message):
+    """Where the leader engine's plan channel is: "tcp://ip:port"."""
+
+    endpoint: str
+
+
+class Load(Message):
+    """Read this rank's share, then report LOADED."""
+
+    model: str
+    placement: Placement
+    max_sequences: int
+    prefill_step_size: int
+    context_length: int
+
+
+class WarmUp(Message):
+    """Check every cut with three shapes, run one token through all ranks, then report READY."""
+
+
+class Submit(Message):
+    """Leader only."""
+
+    request: GenerateRequest
+
+
+class Cancel(Message):
+    """Leader only: end this request at the next step."""
+
+    id: str
+
+
+class StopEngine(Message):
+    """Leader only: send the stop plan and leave. Followers leave by that plan."""
+
+
+EngineCommand = Connect | JoinPlans | Load | WarmUp | Submit | Cancel | StopEngine
+
+# ---------------------------------------------------------------- engine -> agent
+
+
+class EngineHello(Message):
+    """First report: imports are done. `backends`: what this MLX build offers."""
+
+    pid: int
+    versions: Versions
+    backends: tuple[str, ...] = ()
+    device: str = ""
+
+
+class PhaseReached(Message):
+    """The rank finished a phase: CONNECTED, LOADED or READY. The leader's CONNECTED has plan_endpoint."""
+
+    phase: Phase
+    seconds: float = 0.0
+    plan_endpoint: str = ""
+    weights_bytes: int = 0
+    detail: str = ""
+
+
+class Progress(Message):
+    """Loading went on: `done` of `total` layers."""
+
+    phase: Phase
+    done: int
+    total: int
+
+
+class Heartbeat(Message):
+    """Each second from a thread of its own. `step` counts generator steps, `layer` moves inside one."""
+
+    phase: Phase
+    step: int
+    layer: int = 0
+    busy: bool = False  # a step is being computed
+    busy_s: float = 0.0  # since when
+    num_sequences: int = 0
+    num_waiting: int = 0
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+    cache_bytes: int = 0
+
+
+class Tokens(Message):
+    """Leader only: what one step produced."""
+
+    step: int
+    chunks: tuple[TokenChunk, ...]
+
+
+class RequestFailed(Message):
+    """Leader only: this request cannot go on; the others do."""
+
+    id: str
+    code: str
+    message: str
+
+
+class EngineFailed(Message):
+    """Last report of an engine that ends by itself. `kind` decides whether another try makes sense."""
+
+    phase: Phase
+    kind: Literal["config", "memory", "peer_lost", "stray_peer", "bind", "version", "internal"]
+    message: str
+
+
+EngineReport = EngineHello | PhaseReached | Progress | Heartbeat | Tokens | RequestFailed | EngineFailed
+
+# ---------------------------------------------------------------- agent -> coordinator
+
+
+class Join(Message):
+    """An agent asks to take part. `ranks` empty: the coordinator assigns by host name."""
+
+    protocol: int
+    mesh_name: str
+    host: str
+    agent_pid: int
+    slots: int
+    ranks: tuple[int, ...]
+    world_size: int
+    address: str
+    facts: HostFacts
+
+
+class PortsReserved(Message):
+    """Answer to ReservePorts: for each rank its "ip:port"s, bound exclusively for a moment to prove them."""
+
+    epoch: int
+    addresses: dict[int, tuple[str, ...]] = {}
+    error: str = ""
+
+
+class RankReport(Message):
+    """What an engine reported."""
+
+    epoch: int
+    rank: int
+    report: EngineReport
+
+
+class RankStarted(Message):
+    epoch: int
+    rank: int
+    pid: int
+
+
+class RankExited(Message):
+    """An engine process ended; `expected` when this agent stopped it."""
+
+    epoch: int
+    rank: int
+    exit_code: int | None
+    signal: int | None
+    expected: bool
+    last_lines: tuple[str, ...] = ()
+
+
+class RankLog(Message):
+    """One line of an engine's or agent's output."""
+
+    rank: int
+    line: str
+
+
+class EpochStopped(Message):
+    """All engines of that epoch on this host are gone."""
+
+    epoch: int
+
+
+class AgentBeat(Message):
+    """Each second from the agent itself."""
+
+    seq: int
+
+
+class Leaving(Message):
+    """The agent ends on purpose."""
+
+    reason: str
+
+
+AgentMessage = (
+    Join
+    | PortsReserved
+    | RankReport
+    | RankStarted
+    | RankExited
+    | RankLog
+    | EpochStopped
+    | AgentBeat
+    | Leaving
+)
+
+# ---------------------------------------------------------------- coordinator -> agent
+
+
+class Welcome(Message):
+    """The agent is in; `ranks` are its mesh ranks."""
+
+    ranks: tuple[int, ...]
+    world_size: int
+    deadlines: Deadlines
+
+
+class Refused(Message):
+    """The agent must end with this message."""
+
+    reason: str
+
+
+class StartEpoch(Message):
+    """Start one engine per rank of this host, after killing those of any other epoch."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+
+class ReservePorts(Message):
+    epoch: int
+    num_per_rank: int
+
+
+class ToEngine(Message):
+    """Hand a command to one engine."""
+
+    epoch: int
+    rank: int
+    command: EngineCommand
+
+
+class StopEpoch(Message):
+    """KILL the engines of this epoch (TERM first when `gently`), then answer EpochStopped."""
+
+    epoch: int
+    gently: bool
+    reason: str
+
+
+class Shutdown(Message):
+    """End everything on this host."""
+
+    reason: str
+
+
+class BeatAck(Message):
+    """Answer to AgentBeat, so that a follower notices a silent coordinator."""
+
+    seq: int
+
+
+CoordinatorMessage = Welcome | Refused | StartEpoch | ReservePorts | ToEngine | StopEpoch | Shutdown | BeatAck
+
+# ---------------------------------------------------------------- proxy <-> coordinator
+
+
+class StatusQuery(Message):
+    """Ask for MeshStatus; `id` comes back."""
+
+    id: str
+
+
+class ProxyReady(Message):
+    """The proxy accepts connections."""
+
+    pid: int
+
+
+ProxyRequest = Submit | Cancel | StatusQuery | ProxyReady
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of /v1/cluster/nodes."""
+
+    rank: int
+    user_rank: int
+    host: str
+    address: str
+    agent_pid: int
+    engine_pid: int
+    epoch: int
+    phase: Phase
+    step: int
+    layers: str  # "0-14" or "all"
+    weights_bytes: int
+    memory_bytes: int
+    peak_memory_bytes: int
+    last_heartbeat_s: float | None
+    is_leader: bool
+    chip: str = ""
+    detail: str = ""
+
+
+class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The live state of a mesh, from heartbeats only."""
+
+    name: str
+    model: str
+    world_size: int
+    sharding: Sharding
+    backend: Backend
+    epoch: int
+    epoch_cause: str
+    ready: bool
+    reason: str  # why not ready; '' when ready
+    placement: Placement | None
+    ranks: tuple[RankStatus, ...]
+    num_running: int
+    num_waiting: int
+    num_open: int
+    uptime_s: float
+    versions: Versions | None
+    context_length: int
+    restarts: int = 0
+
+
+class StatusReply(Message):
+    id: str
+    status: MeshStatus
+
+
+class Chunk(Message):
+    """New tokens of one request."""
+
+    chunk: TokenChunk
+
+
+class Failed(Message):
+    """A request ends with an error; `code` is the OpenAI error code; retry_after_s > 0 asks to try again."""
+
+    id: str
+    code: str
+    message: str
+    retry_after_s: int = 0
+
+
+class Readiness(Message):
+    """Sent at every change and once at start."""
+
+    ready: bool
+    reason: str
+    world_size: int
+    context_length: int
+    epoch: int
+
+
+class Drain(Message):
+    """Take no new request; the coordinator stops the proxy when open ones are done or late."""
+
+
+ProxyEvent = StatusReply | Chunk | Failed | Readiness | Drain
+
+
+class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The proxy child's settings, sent as the first frame on its socket pair (after that: ProxyEvent)."""
+
+    model: str  # folder with the tokenizer
+    model_id: str  # the id in answers
+    served_model_names: tuple[str, ...]
+    serve_host: str
+    serve_port: int
+    listen_fd: int  # a bound, listening socket passed by the agent
+    api_keys: tuple[str, ...]
+    chat_template: str
+    version: str
+    max_body_bytes: int = 32 * 1024 * 1024
+    keepalive_s: float = 5.0
+
+
+# ---------------------------------------------------------------- agent -> launcher (stdout lines)
+
+
+class AgentListening(Message):
+    """The coordinator's control channel is bound: followers may be started."""
+
+    coordinator: str
+    agent_pid: int
+
+
+class AgentStarted(Message):
+    host: str
+    agent_pid: int
+
+
+class PlanChosen(Message):
+    placement: Placement
+    backend: Backend
+
+
+class RankProgress(Message):
+    """For the one line per rank: phase, and layers done while loading."""
+
+    rank: int
+    host: str
+    phase: Phase
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+
+
+class LogLine(Message):
+    rank: int
+    host: str
+    line: str
+
+
+class MeshReady(Message):
+    url: str
+    epoch: int
+    seconds: float
+    restarted: bool = False  # True: after a recovery
+
+
+class EpochEnded(Message):
+    """An epoch broke; the next one starts unless `final`."""
+
+    epoch: int
+    cause: str
+    final: bool
+
+
+class AgentFailed(Message):
+    """The agent ends with this error and exit status."""
+
+    message: str
+    exit_code: int
+
+
+class AgentStopped(Message):
+    reason: str
+
+
+LauncherEvent = (
+    AgentListening
+    | AgentStarted
+    | PlanChosen
+    | RankProgress
+    | LogLine
+    | MeshReady
+    | EpochEnded
+    | AgentFailed
+    | AgentStopped
+)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """MessagePack bytes of any message above."""
+    return _encoder.encode(message)

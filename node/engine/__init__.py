@@ -1,0 +1,1 @@
+"""The killable child that owns MLX: one rank, one shard, one thread that makes all MLX calls."""

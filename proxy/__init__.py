@@ -1,0 +1,1 @@
+"""HTTP on the leader: OpenAI's API in front of the coordinator."""

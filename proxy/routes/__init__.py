@@ -1,0 +1,1 @@
+"""One handler each: convert, stream, answer."""
