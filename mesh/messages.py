@@ -222,7 +222,7 @@ class JoinPlans(Message):
 
 
 class Load(Message):
-    """Read this rank's share, then report LOADED."""
+    """Read this rank's share, then report LOADED. `model` is filled in by each host's agent."""
 
     model: str
     placement: Placement
@@ -428,10 +428,12 @@ class Refused(Message):
 
 
 class StartEpoch(Message):
-    """Start one engine per rank of this host, after killing those of any other epoch."""
+    """Start one engine per rank of this host, after killing those of any other epoch. `address` is the
+    IPv4 of this host's data links: data ports and the leader's plan channel bind there."""
 
     epoch: int
     ranks: tuple[int, ...]
+    address: str
 
 
 class ReservePorts(Message):
@@ -456,7 +458,14 @@ class StopEpoch(Message):
 
 
 class Shutdown(Message):
-    """End everything on this host."""
+    """End everything on this host; the agent exits with `exit_code`."""
+
+    reason: str
+    exit_code: int = 0
+
+
+class JoinAgain(Message):
+    """The sender is no member (any more): it must stop its engines and send Join."""
 
     reason: str
 
@@ -467,7 +476,9 @@ class BeatAck(Message):
     seq: int
 
 
-CoordinatorMessage = Welcome | Refused | StartEpoch | ReservePorts | ToEngine | StopEpoch | Shutdown | BeatAck
+CoordinatorMessage = (
+    Welcome | Refused | StartEpoch | ReservePorts | ToEngine | StopEpoch | Shutdown | JoinAgain | BeatAck
+)
 
 # ---------------------------------------------------------------- proxy <-> coordinator
 

@@ -1,0 +1,73 @@
+"""One address plan for the whole mesh: the IPv4 address that each host uses for its data links."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_mesh.mesh.errors import BringUpError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """What is known of one host's addresses."""
+
+    host: str
+    planned: str  # from the hostfile; '' = none given
+    joined: str  # the one by which it talks to the coordinator; '' = in-process
+    addresses: tuple[str, ...]  # its own IPv4 addresses, as it reports them
+
+
+def plan_addresses(hosts: Sequence[HostLink]) -> dict[str, str]:
+    """Host name -> IPv4 for data links; loopback when there is one host only.
+
+    Raises BringUpError that names every host whose address cannot be used, and the fix.
+    """
+    if len(hosts) == 1 and not hosts[0].planned:
+        return {hosts[0].host: LOOPBACK}
+    plan: dict[str, str] = {}
+    errors: list[str] = []
+    for link in hosts:
+        try:
+            plan[link.host] = _address_of(link)
+        except ValueError as error:
+            errors.append(f"host {link.host}: {error}")
+    if not errors:
+        errors = _mixed_loopback(plan)
+    if errors:
+        raise BringUpError("the data links have no usable address plan:\n  " + "\n  ".join(errors))
+    return plan
+
+
+def _address_of(link: HostLink) -> str:
+    """Raises ValueError with the fix."""
+    text = link.planned or link.joined or LOOPBACK
+    source = "address in the hostfile" if link.planned else "address towards the coordinator"
+    own = ", ".join(link.addresses) or "none reported"
+    fix = f"set `addresses: [<IPv4>]` of {link.host} to one of its own ({own})"
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError(f"the {source}, {text!r}, is not an IP address; {fix}") from None
+    if address.version != 4:
+        raise ValueError(f"the {source}, {text}, is IPv6, which MLX's data links do not take; {fix}")
+    if address.is_unspecified:
+        raise ValueError(f"the {source}, {text}, stands for all interfaces; {fix}")
+    if not address.is_loopback and text not in link.addresses:
+        raise ValueError(f"the {source}, {text}, is not an address of this host; {fix}")
+    return str(address)
+
+
+def _mixed_loopback(plan: dict[str, str]) -> list[str]:
+    """Loopback is fine for all hosts (one machine) or for none."""
+    local = [host for host, address in plan.items() if ipaddress.ip_address(address).is_loopback]
+    if not local or len(local) == len(plan):
+        return []
+    return [
+        f"host {host}: {plan[host]} is loopback, which the other hosts cannot reach; "
+        f"set `addresses: [<IPv4>]` of {host} to one that they can"
+        for host in local
+    ]
