@@ -1,0 +1,78 @@
+"""What the hosts offer and what the mesh is for: the inputs of placement beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from mlx_mesh.mesh.errors import PlacementError
+from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.types import Sharding
+
+
+class HostCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """One host, in rank order. `memory_limit_bytes` can only lower `usable_memory_bytes`; 0 = no limit."""
+
+    name: str
+    slots: int
+    usable_memory_bytes: int  # of the whole host, shared by its slots
+    layers: int = 0  # pinned number of layers per slot; 0 = planned
+    memory_limit_bytes: int = 0
+
+    @property
+    def rank_memory_bytes(self) -> int:
+        """What one rank of this host may use."""
+        limit = self.memory_limit_bytes or self.usable_memory_bytes
+        return min(limit, self.usable_memory_bytes) // self.slots
+
+
+class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory is planned for so many sequences of so many tokens (never more than the model's context)."""
+
+    sharding: Sharding = Sharding.AUTO
+    context_tokens: int = 4096
+    num_sequences: int = 4
+
+    def context_for(self, footprint: ModelFootprint) -> int:
+        """The planned context in tokens: a model cannot use more than its own."""
+        if footprint.context_length:
+            return min(self.context_tokens, footprint.context_length)
+        return self.context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank before anything is placed on it."""
+
+    rank: int
+    host: str
+    memory_bytes: int
+    pinned_layers: int  # 0 = free
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+def ranks_of(hosts: Sequence[HostCapacity]) -> tuple[Rank, ...]:
+    """All ranks, numbered over hosts in order, then slots. Raises PlacementError when there is none, or a
+    host offers no memory."""
+    if not hosts:
+        raise PlacementError("There are no hosts to place the model on.")
+    ranks: list[Rank] = []
+    for host in hosts:
+        if host.slots < 1:
+            raise PlacementError(f"Host {host.name} has {host.slots} slots; it needs at least one.")
+        if host.layers < 0:
+            raise PlacementError(
+                f"Host {host.name} is pinned to {host.layers} layers; it needs at least one."
+            )
+        if host.rank_memory_bytes < 1:
+            raise PlacementError(
+                f"Host {host.name} offers no memory (usable {host.usable_memory_bytes} bytes, limit "
+                f"{host.memory_limit_bytes}). Free some, raise `memory_limit`, or leave the host out."
+            )
+        for _ in range(host.slots):
+            ranks.append(Rank(len(ranks), host.name, host.rank_memory_bytes, host.layers))
+    return tuple(ranks)

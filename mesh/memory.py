@@ -1,0 +1,136 @@
+"""What a rank needs in bytes: weights, KV for the planned context, and working memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mlx_mesh.mesh.capacity import PlacementRequest, Rank
+from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint
+
+WORKING_BASE_BYTES = 256 * 1024**2
+"""Interpreter, MLX and activations of one engine process."""
+
+WEIGHTS_PER_WORKING_BYTE = 20
+"""Plus one byte for so many bytes of weights: what MLX's allocator keeps while it loads and computes."""
+
+SMALLEST_CONTEXT = 512
+"""No smaller context is suggested when a model does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of one rank."""
+
+    weights: int
+    kv: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.working
+
+
+def need_of(weights: int, kv: int) -> Need:
+    """Adds the working memory."""
+    return Need(weights, kv, WORKING_BASE_BYTES + weights // WEIGHTS_PER_WORKING_BYTE)
+
+
+def kv_bytes(layer: LayerFootprint, context_tokens: int, num_sequences: int) -> int:
+    """Cache of one layer for so many sequences, all of that length."""
+    tokens = min(context_tokens, layer.kv_window) if layer.kv_window else context_tokens
+    return (layer.kv_bytes_per_token * tokens + layer.fixed_state_bytes) * num_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Sums over layer ranges of one model for one request, each in constant time."""
+
+    footprint: ModelFootprint
+    weights_before: tuple[int, ...]
+    kv_before: tuple[int, ...]
+
+    @classmethod
+    def of(cls, footprint: ModelFootprint, context_tokens: int, num_sequences: int) -> ModelMemory:
+        weights, kv = [0], [0]
+        for layer in footprint.layers:
+            weights.append(weights[-1] + layer.weights_bytes)
+            kv.append(kv[-1] + kv_bytes(layer, context_tokens, num_sequences))
+        return cls(footprint, tuple(weights), tuple(kv))
+
+    @classmethod
+    def for_request(cls, footprint: ModelFootprint, request: PlacementRequest) -> ModelMemory:
+        return cls.of(footprint, request.context_for(footprint), request.num_sequences)
+
+    def layers_weights(self, start: int, end: int) -> int:
+        """Bytes of the parameters of layers [start, end), without embedding and head."""
+        return self.weights_before[end] - self.weights_before[start]
+
+    def stage(self, start: int, end: int) -> Need:
+        """A pipeline stage of layers [start, end): the first one also reads the embedding, the last one the
+        norm and the head, which is the embedding again when tied (read once when it is the only stage)."""
+        footprint = self.footprint
+        weights = self.layers_weights(start, end)
+        is_first, is_last = start == 0, end == footprint.num_layers
+        if is_first or (is_last and footprint.tied_embedding):
+            weights += footprint.embedding_bytes
+        if is_last:
+            weights += footprint.head_bytes
+        return need_of(weights, self.kv_before[end] - self.kv_before[start])
+
+    def tensor_share(self, attention_units: int, mlp_units: int) -> Need:
+        """A tensor rank that holds so many of the model's units."""
+        tensor = self.footprint.tensor
+        weights = tensor.replicated_bytes
+        weights += part_of(tensor.attention_bytes, attention_units, tensor.attention_units)
+        weights += part_of(tensor.mlp_bytes, mlp_units, tensor.mlp_units)
+        return need_of(weights, part_of(self.kv_before[-1], attention_units, tensor.attention_units))
+
+
+def part_of(whole: int, units: int, of_units: int) -> int:
+    """Bytes of so many units, rounded up; what has no units is whole on every rank."""
+    return -(-whole * units // of_units) if of_units else whole
+
+
+def format_bytes(value: int) -> str:
+    """For people, in decimal units: "61.2 GB", "540 MB"."""
+    if abs(value) >= 1_000_000_000:
+        return f"{value / 1e9:.1f} GB"
+    return f"{value / 1e6:.0f} MB"
+
+
+def describe_misfit(
+    footprint: ModelFootprint,
+    request: PlacementRequest,
+    ranks: Sequence[Rank],
+    needs: Sequence[Need],
+    fits: Callable[[ModelMemory], bool],
+) -> str:
+    """The error text for needs that exceed a rank's memory: who is short, by how much, and what would work.
+    `fits` says whether the model could be placed with other memory sums, that is another context."""
+    context, sequences = request.context_for(footprint), request.num_sequences
+    lines = ["The model does not fit."]
+    for rank, need in zip(ranks, needs, strict=True):
+        missing = need.total - rank.memory_bytes
+        if missing > 0:
+            lines.append(
+                f"Rank {rank.rank} on {rank.host} needs {format_bytes(need.total)} (weights "
+                f"{format_bytes(need.weights)}, KV {format_bytes(need.kv)}, working memory "
+                f"{format_bytes(need.working)}) and may use {format_bytes(rank.memory_bytes)}: "
+                f"{format_bytes(missing)} are missing."
+            )
+    needed, usable = sum(need.total for need in needs), sum(rank.memory_bytes for rank in ranks)
+    lines.append(
+        f"All ranks together need {format_bytes(needed)} and may use {format_bytes(usable)}; KV is planned "
+        f"for {sequences} sequences of {context} tokens."
+    )
+    smaller = context // 2
+    while smaller >= SMALLEST_CONTEXT and not fits(ModelMemory.of(footprint, smaller, sequences)):
+        smaller //= 2
+    if smaller >= SMALLEST_CONTEXT:
+        lines.append(f"It would fit with a planned context of {smaller} tokens.")
+    elif fits(ModelMemory.of(footprint, SMALLEST_CONTEXT, 1)):
+        lines.append(f"It would fit with 1 sequence of {SMALLEST_CONTEXT} tokens.")
+    else:
+        lines.append("No smaller context helps: add a host, raise a `memory_limit`, or use a smaller model.")
+    return "\n".join(lines)
