@@ -168,7 +168,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...]
 
 
-class StepPlan(Message):
+class StepPlan(Message, frozen=True):
     """What all ranks do at step `step` of `epoch`: cancel, then admit, then one generator step.
     `stop`: drain and leave the loop instead."""
 
@@ -179,7 +179,7 @@ class StepPlan(Message):
     stop: bool = False
 
 
-class PlanHello(Message):
+class PlanHello(Message, frozen=True):
     """A follower engine's first message on the plan channel."""
 
     epoch: int
@@ -201,7 +201,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: float = 1.0
 
 
-class Connect(Message):
+class Connect(Message, frozen=True):
     """Form the data group. `addresses[r]` is rank r's "ip:port" list (ring); world size 1 has none.
     The leader also binds its plan channel and reports the endpoint; followers get it in JoinPlans."""
 
@@ -215,13 +215,13 @@ class Connect(Message):
     deadline_s: float = 30.0
 
 
-class JoinPlans(Message):
+class JoinPlans(Message, frozen=True):
     """Where the leader engine's plan channel is: "tcp://ip:port"."""
 
     endpoint: str
 
 
-class Load(Message):
+class Load(Message, frozen=True):
     """Read this rank's share, then report LOADED. `model` is filled in by each host's agent."""
 
     model: str
@@ -231,23 +231,23 @@ class Load(Message):
     context_length: int
 
 
-class WarmUp(Message):
+class WarmUp(Message, frozen=True):
     """Check every cut with three shapes, run one token through all ranks, then report READY."""
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """Leader only."""
 
     request: GenerateRequest
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Leader only: end this request at the next step."""
 
     id: str
 
 
-class StopEngine(Message):
+class StopEngine(Message, frozen=True):
     """Leader only: send the stop plan and leave. Followers leave by that plan."""
 
 
@@ -256,7 +256,7 @@ EngineCommand = Connect | JoinPlans | Load | WarmUp | Submit | Cancel | StopEngi
 # ---------------------------------------------------------------- engine -> agent
 
 
-class EngineHello(Message):
+class EngineHello(Message, frozen=True):
     """First report: imports are done. `backends`: what this MLX build offers."""
 
     pid: int
@@ -265,7 +265,7 @@ class EngineHello(Message):
     device: str = ""
 
 
-class PhaseReached(Message):
+class PhaseReached(Message, frozen=True):
     """The rank finished a phase: CONNECTED, LOADED or READY. The leader's CONNECTED has plan_endpoint."""
 
     phase: Phase
@@ -275,7 +275,7 @@ class PhaseReached(Message):
     detail: str = ""
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """Loading went on: `done` of `total` layers."""
 
     phase: Phase
@@ -283,7 +283,7 @@ class Progress(Message):
     total: int
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Each second from a thread of its own. `step` counts generator steps, `layer` moves inside one."""
 
     phase: Phase
@@ -298,14 +298,14 @@ class Heartbeat(Message):
     cache_bytes: int = 0
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """Leader only: what one step produced."""
 
     step: int
     chunks: tuple[TokenChunk, ...]
 
 
-class RequestFailed(Message):
+class RequestFailed(Message, frozen=True):
     """Leader only: this request cannot go on; the others do."""
 
     id: str
@@ -313,7 +313,7 @@ class RequestFailed(Message):
     message: str
 
 
-class EngineFailed(Message):
+class EngineFailed(Message, frozen=True):
     """Last report of an engine that ends by itself. `kind` decides whether another try makes sense."""
 
     phase: Phase
@@ -326,7 +326,7 @@ EngineReport = EngineHello | PhaseReached | Progress | Heartbeat | Tokens | Requ
 # ---------------------------------------------------------------- agent -> coordinator
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """An agent asks to take part. `ranks` empty: the coordinator assigns by host name."""
 
     protocol: int
@@ -340,7 +340,7 @@ class Join(Message):
     facts: HostFacts
 
 
-class PortsReserved(Message):
+class PortsReserved(Message, frozen=True):
     """Answer to ReservePorts: for each rank its "ip:port"s, bound exclusively for a moment to prove them."""
 
     epoch: int
@@ -348,7 +348,7 @@ class PortsReserved(Message):
     error: str = ""
 
 
-class RankReport(Message):
+class RankReport(Message, frozen=True):
     """What an engine reported."""
 
     epoch: int
@@ -356,13 +356,13 @@ class RankReport(Message):
     report: EngineReport
 
 
-class RankStarted(Message):
+class RankStarted(Message, frozen=True):
     epoch: int
     rank: int
     pid: int
 
 
-class RankExited(Message):
+class RankExited(Message, frozen=True):
     """An engine process ended; `expected` when this agent stopped it."""
 
     epoch: int
@@ -373,26 +373,26 @@ class RankExited(Message):
     last_lines: tuple[str, ...] = ()
 
 
-class RankLog(Message):
+class RankLog(Message, frozen=True):
     """One line of an engine's or agent's output."""
 
     rank: int
     line: str
 
 
-class EpochStopped(Message):
+class EpochStopped(Message, frozen=True):
     """All engines of that epoch on this host are gone."""
 
     epoch: int
 
 
-class AgentBeat(Message):
+class AgentBeat(Message, frozen=True):
     """Each second from the agent itself."""
 
     seq: int
 
 
-class Leaving(Message):
+class Leaving(Message, frozen=True):
     """The agent ends on purpose."""
 
     reason: str
@@ -413,7 +413,7 @@ AgentMessage = (
 # ---------------------------------------------------------------- coordinator -> agent
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The agent is in; `ranks` are its mesh ranks."""
 
     ranks: tuple[int, ...]
@@ -421,13 +421,13 @@ class Welcome(Message):
     deadlines: Deadlines
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The agent must end with this message."""
 
     reason: str
 
 
-class StartEpoch(Message):
+class StartEpoch(Message, frozen=True):
     """Start one engine per rank of this host, after killing those of any other epoch. `address` is the
     IPv4 of this host's data links: data ports and the leader's plan channel bind there."""
 
@@ -436,12 +436,12 @@ class StartEpoch(Message):
     address: str
 
 
-class ReservePorts(Message):
+class ReservePorts(Message, frozen=True):
     epoch: int
     num_per_rank: int
 
 
-class ToEngine(Message):
+class ToEngine(Message, frozen=True):
     """Hand a command to one engine."""
 
     epoch: int
@@ -449,7 +449,7 @@ class ToEngine(Message):
     command: EngineCommand
 
 
-class StopEpoch(Message):
+class StopEpoch(Message, frozen=True):
     """KILL the engines of this epoch (TERM first when `gently`), then answer EpochStopped."""
 
     epoch: int
@@ -457,20 +457,20 @@ class StopEpoch(Message):
     reason: str
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """End everything on this host; the agent exits with `exit_code`."""
 
     reason: str
     exit_code: int = 0
 
 
-class JoinAgain(Message):
+class JoinAgain(Message, frozen=True):
     """The sender is no member (any more): it must stop its engines and send Join."""
 
     reason: str
 
 
-class BeatAck(Message):
+class BeatAck(Message, frozen=True):
     """Answer to AgentBeat, so that a follower notices a silent coordinator."""
 
     seq: int
@@ -483,13 +483,13 @@ CoordinatorMessage = (
 # ---------------------------------------------------------------- proxy <-> coordinator
 
 
-class StatusQuery(Message):
+class StatusQuery(Message, frozen=True):
     """Ask for MeshStatus; `id` comes back."""
 
     id: str
 
 
-class ProxyReady(Message):
+class ProxyReady(Message, frozen=True):
     """The proxy accepts connections."""
 
     pid: int
@@ -543,18 +543,18 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
 
 
-class StatusReply(Message):
+class StatusReply(Message, frozen=True):
     id: str
     status: MeshStatus
 
 
-class Chunk(Message):
+class Chunk(Message, frozen=True):
     """New tokens of one request."""
 
     chunk: TokenChunk
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """A request ends with an error; `code` is the OpenAI error code; retry_after_s > 0 asks to try again."""
 
     id: str
@@ -563,7 +563,7 @@ class Failed(Message):
     retry_after_s: int = 0
 
 
-class Readiness(Message):
+class Readiness(Message, frozen=True):
     """Sent at every change and once at start."""
 
     ready: bool
@@ -573,7 +573,7 @@ class Readiness(Message):
     epoch: int
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """Take no new request; the coordinator stops the proxy when open ones are done or late."""
 
 
@@ -599,24 +599,24 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- agent -> launcher (stdout lines)
 
 
-class AgentListening(Message):
+class AgentListening(Message, frozen=True):
     """The coordinator's control channel is bound: followers may be started."""
 
     coordinator: str
     agent_pid: int
 
 
-class AgentStarted(Message):
+class AgentStarted(Message, frozen=True):
     host: str
     agent_pid: int
 
 
-class PlanChosen(Message):
+class PlanChosen(Message, frozen=True):
     placement: Placement
     backend: Backend
 
 
-class RankProgress(Message):
+class RankProgress(Message, frozen=True):
     """For the one line per rank: phase, and layers done while loading."""
 
     rank: int
@@ -627,20 +627,20 @@ class RankProgress(Message):
     detail: str = ""
 
 
-class LogLine(Message):
+class LogLine(Message, frozen=True):
     rank: int
     host: str
     line: str
 
 
-class MeshReady(Message):
+class MeshReady(Message, frozen=True):
     url: str
     epoch: int
     seconds: float
     restarted: bool = False  # True: after a recovery
 
 
-class EpochEnded(Message):
+class EpochEnded(Message, frozen=True):
     """An epoch broke; the next one starts unless `final`."""
 
     epoch: int
@@ -648,14 +648,14 @@ class EpochEnded(Message):
     final: bool
 
 
-class AgentFailed(Message):
+class AgentFailed(Message, frozen=True):
     """The agent ends with this error and exit status."""
 
     message: str
     exit_code: int
 
 
-class AgentStopped(Message):
+class AgentStopped(Message, frozen=True):
     reason: str
 
 
