@@ -1,0 +1,165 @@
+"""What tests of all folders share: the two model folders, and the check that nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+ROOT = Path(__file__).resolve().parent.parent
+SESSION_VARIABLE = "PYTEST_MESH_SESSION"  # inherited by every process that a test starts
+LEAVE_WITHIN_S = 10.0
+
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "vocab_size": 320,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "torch_dtype": "float32",
+}
+TINY_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct in float32. Without it tests skip, except in CI."""
+    folder = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct-float32"
+    if not (folder / "model.safetensors").is_file():
+        reason = f"there is no {folder}; scripts/demo-model makes it"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random float32 llama, the same on every machine: 6 layers, 8 heads in 4 KV groups,
+    untied head, a token per byte, chat template. Loads in milliseconds; its text is noise."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    save_file(_tiny_weights(), folder / "model.safetensors", metadata={"format": "mlx"})
+    _write_json(folder / "config.json", TINY_CONFIG)
+    _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2})
+    _byte_tokenizer().save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|endoftext|>",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|im_end|>",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 2048,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    return folder
+
+
+def _tiny_weights() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(20240607)
+    hidden, inner = 128, 256
+    shapes = {
+        "self_attn.q_proj": (128, hidden),
+        "self_attn.k_proj": (64, hidden),
+        "self_attn.v_proj": (64, hidden),
+        "self_attn.o_proj": (hidden, 128),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    all_shapes = {
+        f"model.layers.{i}.{name}.weight": shape for i in range(6) for name, shape in shapes.items()
+    }
+    all_shapes |= {
+        "model.embed_tokens.weight": (320, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (320, hidden),
+    }
+    weights = {}
+    for name, shape in all_shapes.items():
+        noise = random.standard_normal(shape)
+        # Norms near one, matrices that keep the size of what goes through them.
+        weights[name] = (1 + 0.1 * noise if len(shape) == 1 else noise / np.sqrt(shape[-1])).astype(
+            np.float32
+        )
+    return weights
+
+
+def _byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*TINY_SPECIALS, *alphabet])}
+    vocab |= {f"<|unused{i}|>": i for i in range(len(vocab), 320)}  # every id that the model can emit
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in TINY_SPECIALS])
+    return tokenizer
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """At the end no process that any test started is still there, also not one that left its parent or
+    session. What is left is ended and makes the run fail. Linux only: elsewhere there is no /proc to read."""
+    session = uuid.uuid4().hex
+    os.environ[SESSION_VARIABLE] = session
+    yield
+    if sys.platform != "linux":
+        return
+    deadline = time.monotonic() + LEAVE_WITHIN_S
+    while (left := _processes_of(session)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"tests left processes running: {left}"
+
+
+def _processes_of(session: str) -> dict[int, str]:
+    """Process id -> command line of the living processes whose environment carries the session's id."""
+    mark = f"{SESSION_VARIABLE}={session}".encode()
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(folder.name)] = command.strip()
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return found
