@@ -81,14 +81,15 @@ def choose_cuts(memory: ModelMemory, ranks: Sequence[Rank]) -> tuple[int, ...] |
 
 
 def _least_short_cuts(memory: ModelMemory, ranks: Sequence[Rank]) -> tuple[int, ...]:
-    """The division with the least total shortage, for the error text."""
+    """The division with the least total shortage, most evenly spread, for the error text."""
     stages = ranks[::-1]
 
-    def shortage(stage: int, start: int, end: int) -> tuple[int] | None:
+    def shortage(stage: int, start: int, end: int) -> tuple[int, int] | None:
         rank = stages[stage]
         if not _pin_allows(rank, start, end):
             return None
-        return (max(0, memory.stage(start, end).total - rank.memory_bytes),)
+        missing = max(0, memory.stage(start, end).total - rank.memory_bytes)
+        return missing, missing**2
 
     cuts = cheapest_stages(_boundaries(memory.footprint), len(stages), shortage)
     assert cuts is not None, "_check_possible found a division"

@@ -119,10 +119,12 @@ def _candidates(memory: ModelMemory, ranks: Sequence[Rank]) -> list[tuple[int, .
 
 def _small(values: Sequence[int]) -> tuple[int, ...]:
     """The same proportions in small whole numbers, at least 1."""
-    largest = max(values)
-    small = [max(1, value * _FINEST_WEIGHT // largest) for value in values]
-    divisor = math.gcd(*small)
-    return tuple(value // divisor for value in small)
+    exact = [value // math.gcd(*values) for value in values]
+    largest = max(exact)
+    if largest <= _FINEST_WEIGHT:
+        return tuple(exact)
+    small = [max(1, value * _FINEST_WEIGHT // largest) for value in exact]
+    return tuple(value // math.gcd(*small) for value in small)
 
 
 def _shortage(ranks: Sequence[Rank], needs: Sequence[Need]) -> int:
