@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.auth
@@ -59,7 +60,7 @@ class AllowOnlyClientKey:
         return allowed
 
 
-def secure_server(socket: zmq.Socket[bytes], keys: MeshKeys) -> None:
+def secure_server(socket: zmq.Socket[Any], keys: MeshKeys) -> None:
     """Make a socket that binds demand CURVE. An authenticator for ZAP_DOMAIN must run in its context:
     `authenticator.configure_curve_callback(ZAP_DOMAIN, AllowOnlyClientKey(keys))`."""
     socket.curve_publickey = keys.server_public
@@ -68,7 +69,7 @@ def secure_server(socket: zmq.Socket[bytes], keys: MeshKeys) -> None:
     socket.zap_domain = ZAP_DOMAIN.encode()
 
 
-def secure_client(socket: zmq.Socket[bytes], keys: MeshKeys) -> None:
+def secure_client(socket: zmq.Socket[Any], keys: MeshKeys) -> None:
     """Make a socket that connects speak CURVE to a server of the same mesh."""
     socket.curve_publickey = keys.client_public
     socket.curve_secretkey = keys.client_secret

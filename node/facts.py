@@ -1,0 +1,214 @@
+"""What a host says of itself: versions, memory, addresses and whether it has the model.
+
+`python -m mlx_mesh.node.facts MODEL` prints HostFacts as one line of JSON, last on stdout. Nothing here
+imports MLX: versions come from the installed packages' metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import json
+import platform
+import re
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import ifaddr
+import msgspec
+
+from mlx_mesh.mesh.errors import PreflightError
+from mlx_mesh.mesh.types import HostFacts, Versions
+
+_SYSCTL_S = 5.0
+_SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
+_GIB = 1024**3
+
+
+def gather_facts(model: str) -> HostFacts:
+    """Everything at once. A model that is not there is a fact too, not an error."""
+    digest, error = "", ""
+    try:
+        digest = digest_model(resolve_model(model))
+    except PreflightError as problem:
+        error = str(problem)
+    chip, memory, usable = _hardware()
+    return HostFacts(
+        hostname=socket.gethostname(),
+        system=platform.system(),
+        machine=platform.machine(),
+        chip=chip,
+        memory_bytes=memory,
+        usable_memory_bytes=usable,
+        addresses=own_addresses(),
+        versions=installed_versions(),
+        model_digest=digest,
+        model_error=error,
+    )
+
+
+def installed_versions() -> Versions:
+    """Versions of the installed packages; '' for one that is not installed."""
+
+    def version(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return ""
+
+    return Versions(
+        mlx_mesh=version("mlx-mesh"),
+        mlx=version("mlx"),
+        mlx_lm=version("mlx-lm"),
+        python=platform.python_version(),
+    )
+
+
+def own_addresses() -> tuple[str, ...]:
+    """This host's IPv4 addresses, loopback included, in the order of its interfaces."""
+    found: dict[str, None] = {}
+    for adapter in ifaddr.get_adapters():
+        for ip in adapter.ips:
+            if ip.is_IPv4 and isinstance(ip.ip, str):
+                found[str(ipaddress.IPv4Address(ip.ip))] = None
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- the model
+
+
+def resolve_model(model: str) -> Path:
+    """The folder of a model: a local folder (`~` expanded), or a hub id that is already in the local cache.
+
+    Raises PreflightError that says what was looked for and how to get it.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise PreflightError(f"{folder} has no config.json: it is not a model folder.")
+        return folder.resolve()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise PreflightError(f"the model folder {folder} does not exist on {socket.gethostname()}.")
+    from huggingface_hub import try_to_load_from_cache  # slow to import, and most models are folders
+
+    config = try_to_load_from_cache(model, "config.json")
+    if not isinstance(config, str):
+        raise PreflightError(
+            f"the model {model} is neither a folder nor in the hub cache of {socket.gethostname()}. "
+            f"Fetch it there first: hf download {model}"
+        )
+    return Path(config).parent
+
+
+def digest_model(folder: Path) -> str:
+    """Hex SHA-256 over config.json, the weight index, and the names and sizes of the weight files.
+
+    Two hosts with the same digest hold the same model unless somebody edited weights in place.
+    Raises PreflightError when the folder is not complete.
+    """
+    digest = hashlib.sha256()
+    try:
+        digest.update((folder / "config.json").read_bytes())
+        weights = sorted(folder.glob("*.safetensors"))
+        if not weights:
+            raise PreflightError(f"{folder} has no *.safetensors files: there is nothing to load.")
+        present = {path.name for path in weights}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            listed = set(json.loads(index.read_bytes()).get("weight_map", {}).values())
+            if missing := sorted(listed - present):
+                raise PreflightError(
+                    f"{folder} is not complete: {len(missing)} of {len(listed)} weight files are missing "
+                    f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Download it again."
+                )
+            digest.update(hashlib.sha256(index.read_bytes()).digest())
+        for path in weights:
+            digest.update(f"{path.name}:{path.stat().st_size};".encode())
+    except (OSError, ValueError) as error:
+        raise PreflightError(f"the model in {folder} cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- hardware
+
+
+def _hardware() -> tuple[str, int, int]:
+    """Chip, bytes of memory, and bytes that engines may use."""
+    if platform.system() == "Darwin":
+        values = parse_sysctl(_sysctl())
+        memory = int(values.get("hw.memsize", "0"))
+        usable = darwin_usable_bytes(memory, int(values.get("iogpu.wired_limit_mb", "0")))
+        return values.get("machdep.cpu.brand_string", ""), memory, usable
+    memory, usable = parse_meminfo(_read("/proc/meminfo"))
+    limit = parse_cgroup_limit(_read("/sys/fs/cgroup/memory.max"))
+    if limit:
+        memory, usable = min(memory, limit), min(usable, limit)
+    return parse_cpuinfo(_read("/proc/cpuinfo")) or platform.processor(), memory, usable
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text()
+    return ""
+
+
+def _sysctl() -> str:
+    try:
+        # An unknown key makes sysctl exit with 1 and still print the others.
+        done = subprocess.run(
+            ["/usr/sbin/sysctl", *_SYSCTL_KEYS],
+            capture_output=True,
+            text=True,
+            timeout=_SYSCTL_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def parse_sysctl(output: str) -> dict[str, str]:
+    """`key: value` lines."""
+    pairs = (line.partition(": ") for line in output.splitlines())
+    return {key: value.strip() for key, separator, value in pairs if separator}
+
+
+def darwin_usable_bytes(memory_bytes: int, wired_limit_mb: int) -> int:
+    """What the GPU may wire: the set limit, else macOS's default of two thirds up to 36 GB of memory and three
+    quarters above."""
+    if wired_limit_mb > 0:
+        return min(memory_bytes, wired_limit_mb * 1024**2)
+    return memory_bytes * 2 // 3 if memory_bytes <= 36 * _GIB else memory_bytes * 3 // 4
+
+
+def parse_meminfo(text: str) -> tuple[int, int]:
+    """MemTotal and MemAvailable in bytes, 0 where missing."""
+    values = {key: int(kib) * 1024 for key, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    return values.get("MemTotal", 0), values.get("MemAvailable", 0)
+
+
+def parse_cgroup_limit(text: str) -> int:
+    """Bytes of cgroup v2's memory.max; 0 = none."""
+    return int(text) if text.strip().isdigit() else 0
+
+
+def parse_cpuinfo(text: str) -> str:
+    """The first model name; '' where there is none (most ARM boards)."""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1:
+        print("usage: python -m mlx_mesh.node.facts MODEL", file=sys.stderr)
+        return 2
+    print(msgspec.json.encode(gather_facts(argv[0])).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

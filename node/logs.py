@@ -1,0 +1,53 @@
+"""One rotating file per rank on the leader, and the prefix that every line of a rank carries."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+from pathlib import Path
+
+MAX_FILE_BYTES = 5 * 1024 * 1024
+NUM_OLD_FILES = 3
+
+_FORMAT = logging.Formatter("%(asctime)s %(message)s")
+
+
+def prefix(rank: int, host: str) -> str:
+    """`[rank host]`."""
+    return f"[{rank} {host}]"
+
+
+class RankLogs:
+    """`<folder>/rank-K.log`, rotated by size. Writing a log never fails a mesh: a full disk is counted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._handlers: dict[int, _QuietHandler] = {}
+
+    def write(self, rank: int, host: str, line: str) -> None:
+        """Append a line with time and prefix."""
+        handler = self._handlers.get(rank)
+        if handler is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            handler = self._handlers[rank] = _QuietHandler(
+                self._folder / f"rank-{rank}.log",
+                maxBytes=MAX_FILE_BYTES,
+                backupCount=NUM_OLD_FILES,
+                encoding="utf-8",
+                delay=True,
+            )
+            handler.setFormatter(_FORMAT)
+        text = f"{prefix(rank, host)} {line}"
+        handler.handle(logging.LogRecord("rank", logging.INFO, "", 0, text, None, None))
+
+    def close(self) -> None:
+        for handler in self._handlers.values():
+            handler.close()
+        self._handlers.clear()
+
+
+class _QuietHandler(logging.handlers.RotatingFileHandler):
+    num_failed = 0
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self.num_failed += 1

@@ -1,0 +1,107 @@
+"""What an agent says on stdout: framed events for the launcher, or plain lines for people.
+
+A thread writes, behind a bounded queue: a launcher that does not read (a stalled SSH connection, a
+terminal in flow control) must never stop the agent's loop, and with it the heartbeats.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+
+import msgspec
+
+from mlx_mesh.mesh.messages import (
+    AgentFailed,
+    AgentListening,
+    AgentStarted,
+    AgentStopped,
+    EpochEnded,
+    LauncherEvent,
+    LogLine,
+    MeshReady,
+    PlanChosen,
+    RankProgress,
+)
+
+_QUEUE_LINES = 10_000
+_FLUSH_S = 2.0
+
+
+class Output:
+    """Writes events and notes to a file descriptor, in order; drops (and counts) when nobody reads."""
+
+    def __init__(self, marker: str, fd: int = 1) -> None:
+        self._marker = marker
+        self._fd = fd
+        self._queue: queue.Queue[bytes | None] = queue.Queue(maxsize=_QUEUE_LINES)
+        self._thread = threading.Thread(target=self._write, name="output", daemon=True)
+        self.num_dropped = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def event(self, event: LauncherEvent) -> None:
+        """One framed line, or its words when there is no marker."""
+        if self._marker:
+            self._put(f"{self._marker} ".encode() + msgspec.json.encode(event))
+        elif text := words(event):
+            self._put(text.encode())
+
+    def note(self, text: str) -> None:
+        """A line for people in either mode."""
+        self._put(text.encode())
+
+    def close(self) -> None:
+        """Wait (bounded) until everything is written."""
+        try:
+            self._queue.put(None, timeout=_FLUSH_S)
+        except queue.Full:
+            return
+        self._thread.join(_FLUSH_S)
+
+    def _put(self, line: bytes) -> None:
+        try:
+            self._queue.put_nowait(line + b"\n")
+        except queue.Full:
+            self.num_dropped += 1
+
+    def _write(self) -> None:
+        while (line := self._queue.get()) is not None:
+            try:
+                while line:
+                    line = line[os.write(self._fd, line) :]
+            except OSError:
+                self.num_dropped += 1  # the reader is gone; the end of stdin tells the agent
+
+
+def words(event: LauncherEvent) -> str:
+    """An event as a line for people; '' for one that needs none."""
+    match event:
+        case AgentListening():
+            return f"coordinator listens on {event.coordinator} (pid {event.agent_pid})"
+        case AgentStarted():
+            return f"agent {event.host} started (pid {event.agent_pid})"
+        case PlanChosen():
+            shards = ", ".join(
+                f"rank {shard.rank} on {shard.host}: layers {shard.start_layer}-{shard.end_layer - 1}"
+                for shard in event.placement.shards
+            )
+            return f"plan: {event.placement.sharding} over {event.backend}: {shards}"
+        case RankProgress():
+            done = f" {event.done}/{event.total}" if event.total else ""
+            detail = f" ({event.detail})" if event.detail else ""
+            return f"[{event.rank} {event.host}] {event.phase}{done}{detail}"
+        case LogLine():
+            return f"[{event.rank} {event.host}] {event.line}"
+        case MeshReady():
+            again = "again " if event.restarted else ""
+            return f"ready {again}after {event.seconds:.1f} s: {event.url}"
+        case EpochEnded():
+            what = "the mesh ends" if event.final else "starting the next one"
+            return f"epoch {event.epoch} ended: {event.cause}; {what}"
+        case AgentFailed():
+            return f"error: {event.message}"
+        case AgentStopped():
+            return f"stopped: {event.reason}"
