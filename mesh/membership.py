@@ -258,6 +258,6 @@ class ObservedClock:
         return lag
 
     def read(self, now: float) -> float:
-        """Observed seconds. Between ticks at most the interval and the tolerated lag go by, however late it is."""
+        """Observed seconds. After a tick at most the interval and the tolerated lag go by, however late."""
         since_tick = min(now - self._last_tick, self._interval_s + MAX_LOOP_LAG_S)
         return self._last_tick + since_tick - self._unobserved_s

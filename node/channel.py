@@ -243,7 +243,7 @@ def _limit(sock: zmq.asyncio.Socket) -> None:
     sock.maxmsgsize = MAX_FRAME_BYTES
     sock.sndhwm = sock.rcvhwm = HIGH_WATER_MARK
     sock.linger = _LINGER_MS
-    # A connection through a firewall that forgets idle ones, or to a host that vanished, must not stay for ever.
+    # A connection to a host that vanished, or through a firewall that forgot it, must not stay for ever.
     sock.tcp_keepalive = 1
     sock.tcp_keepalive_idle = 5
     sock.tcp_keepalive_intvl = 5

@@ -178,8 +178,8 @@ def parse_sysctl(output: str) -> dict[str, str]:
 
 
 def darwin_usable_bytes(memory_bytes: int, wired_limit_mb: int) -> int:
-    """What the GPU may wire: the set limit, else macOS's default of two thirds up to 36 GB of memory and three
-    quarters above."""
+    """What the GPU may wire: the set limit, else macOS's default, which is two thirds of up to 36 GB of
+    memory and three quarters of more."""
     if wired_limit_mb > 0:
         return min(memory_bytes, wired_limit_mb * 1024**2)
     return memory_bytes * 2 // 3 if memory_bytes <= 36 * _GIB else memory_bytes * 3 // 4
