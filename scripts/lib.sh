@@ -56,14 +56,10 @@ with open(sys.argv[1], "rb") as file:
     printf '%s' "$wanted" >"$stamp"
 }
 
-# Print the OpenBLAS library that the tests preload on Linux, or nothing. MLX's wheel brings a slow reference BLAS;
-# engines started by an agent find it by themselves.
+# Print the OpenBLAS library to preload into a process that runs MLX on Linux, or nothing: the wheel brings a slow
+# reference BLAS. Engines started by an agent get it from the agent.
 find_openblas() {
-    local library
-    for library in /usr/lib/*-linux-gnu/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0; do
-        if [[ -e $library ]]; then
-            printf '%s\n' "$library"
-            return
-        fi
-    done
+    "$python" -I -c '
+from mlx_mesh.node import blas
+print(blas.find_openblas() if blas.is_wanted() else "")'
 }
