@@ -1,0 +1,234 @@
+"""Open a model folder without reading weights, then read exactly the bytes that a rank needs.
+
+`open_lazy` builds mlx-lm's full model over lazy arrays: sizes and types come from the file headers.
+`RangeReader` reads rows or columns of one stored tensor; mlx's own lazy load reads a tensor whole first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_mesh.mesh.errors import SettingsError
+
+_MAX_HEADER_BYTES = 256 * 1024 * 1024
+_LONG_RUN_BYTES = 64 * 1024  # from here on one read per run beats reading whole rows and dropping most
+_BLOCK_BYTES = 4 * 1024 * 1024
+
+_DTYPES: dict[str, tuple[Any, Any]] = {  # safetensors name -> (numpy type of the same width, mlx type)
+    "F64": (np.float64, mx.float64),
+    "F32": (np.float32, mx.float32),
+    "F16": (np.float16, mx.float16),
+    "BF16": (np.uint16, mx.bfloat16),
+    "I64": (np.int64, mx.int64),
+    "I32": (np.int32, mx.int32),
+    "I16": (np.int16, mx.int16),
+    "I8": (np.int8, mx.int8),
+    "U64": (np.uint64, mx.uint64),
+    "U32": (np.uint32, mx.uint32),
+    "U16": (np.uint16, mx.uint16),
+    "U8": (np.uint8, mx.uint8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: `offset` is its first byte in the file."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True)
+class LazyModel:
+    """A model none of whose weights has been read. `stored[p]` says where parameter path `p` lies, for
+    those parameters that are a stored tensor as it is (not stacked, transposed or unpacked on the way)."""
+
+    folder: Path
+    model: Any
+    config: dict[str, Any]
+    stored: dict[str, StoredTensor]
+
+    @property
+    def layers(self) -> list[Any]:
+        return list(self.model.layers)
+
+
+def open_lazy(folder: str | Path) -> LazyModel:
+    """Build the model of a local folder over lazy arrays. Raises SettingsError when the folder is no model
+    that mlx-lm knows, or would need code of its own."""
+    path = Path(folder).expanduser()
+    _check_folder(path)
+    tensors = read_headers(path)
+    given: dict[str, Any] = {}
+    original: list[type] = []
+
+    def recording_classes(config: dict[str, Any]) -> tuple[type, type]:
+        model_class, args_class = mlx_lm.utils._get_classes(config)
+        original.append(model_class)
+        base: Any = model_class
+
+        class Recording(base):  # type: ignore[misc]
+            """Sees the tensors as they are named in the files, before the model's own renaming."""
+
+            def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
+                given.update(weights)
+                inherited = getattr(super(), "sanitize", None)
+                return weights if inherited is None else dict(inherited(weights))
+
+        return Recording, args_class
+
+    try:
+        model, config = mlx_lm.utils.load_model(path, lazy=True, get_model_classes=recording_classes)
+    except FileNotFoundError as error:
+        raise SettingsError(f"{path}: {error}. Copy the complete model folder to this host.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
+        message = str(error).strip().splitlines() or [type(error).__name__]
+        raise SettingsError(
+            f"{path}: mlx-lm cannot build this model: {message[0]} "
+            "Check that config.json and the weight files belong together, and that mlx-lm knows the type."
+        ) from error
+    model.__class__ = original[0]
+    names = {id(array): name for name, array in given.items()}
+    stored: dict[str, StoredTensor] = {}
+    for parameter, array in tree_flatten(model.parameters()):
+        tensor = tensors.get(names.get(id(array), ""))
+        if tensor is not None and _same(tensor, array):
+            stored[parameter] = tensor
+    return LazyModel(path, model, config, stored)
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise SettingsError(f"{path} is not a folder on this host. Give the model's folder, or copy it here.")
+    if not (path / "config.json").is_file():
+        raise SettingsError(f"{path} has no config.json, so it is not a model folder.")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path / 'config.json'} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise SettingsError(f"{path / 'config.json'} has no model_type.")
+    if config.get("model_file"):
+        raise SettingsError(
+            f"{path} wants to run its own code ({config['model_file']}). mlx-mesh runs no code from model "
+            "folders; use a model of an architecture that mlx-lm has."
+        )
+    if not any(path.glob("model*.safetensors")):
+        raise SettingsError(f"{path} has no model*.safetensors file. Download or copy the weights.")
+
+
+def read_headers(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's weight files, by name; reads headers only."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                if length > _MAX_HEADER_BYTES:
+                    raise ValueError(f"its header claims {length} bytes")
+                header = json.loads(stream.read(length))
+        except (OSError, ValueError, struct.error) as error:
+            raise SettingsError(f"{file} is not a usable safetensors file: {error}") from error
+        size = file.stat().st_size
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            if 8 + length + end > size:
+                raise SettingsError(
+                    f"{file} ends early: {name} should reach byte {8 + length + end}, the file has {size}. "
+                    "Download or copy it again."
+                )
+            tensors[name] = StoredTensor(file, 8 + length + start, tuple(entry["shape"]), entry["dtype"])
+    return tensors
+
+
+def _same(tensor: StoredTensor, array: Any) -> bool:
+    known = _DTYPES.get(tensor.dtype)
+    return known is not None and known[1] == array.dtype and tensor.shape == tuple(array.shape)
+
+
+@dataclass(slots=True)
+class RangeReader:
+    """Reads parts of stored tensors. `bytes_kept` counts what it returned, `bytes_read` what it asked the
+    file for. Close it, or use it in a `with` block."""
+
+    bytes_read: int = 0
+    bytes_kept: int = 0
+    _files: dict[Path, int] = field(default_factory=dict)
+
+    def __enter__(self) -> RangeReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def read(self, tensor: StoredTensor, axis: int, ranges: Iterable[tuple[int, int]]) -> Any:
+        """The given [start, stop) ranges along `axis`, joined in order, as an evaluated mlx array."""
+        spans = [(start, stop) for start, stop in ranges if stop > start]
+        axis %= len(tensor.shape)
+        for start, stop in spans:
+            if start < 0 or stop > tensor.shape[axis]:
+                raise ValueError(f"range {start}:{stop} outside axis {axis} of {tensor.shape}")
+        np_type, mx_type = _DTYPES[tensor.dtype]
+        itemsize = np.dtype(np_type).itemsize
+        inner = int(np.prod(tensor.shape[axis + 1 :], dtype=np.int64)) * itemsize
+        outer = int(np.prod(tensor.shape[:axis], dtype=np.int64))
+        taken = sum(stop - start for start, stop in spans)
+        out = np.empty((outer, taken * inner), dtype=np.uint8)
+        fd = self._open(tensor.path)
+        row = tensor.shape[axis] * inner
+        if outer == 1 or min((stop - start) * inner for start, stop in spans) >= _LONG_RUN_BYTES:
+            for i in range(outer):
+                at = 0
+                for start, stop in spans:
+                    length = (stop - start) * inner
+                    self._fill(fd, out[i, at : at + length], tensor.offset + i * row + start * inner)
+                    at += length
+        else:
+            num_rows = max(1, _BLOCK_BYTES // row)
+            block = np.empty((min(num_rows, outer), row), dtype=np.uint8)
+            for first in range(0, outer, num_rows):
+                rows = min(num_rows, outer - first)
+                self._fill(fd, block[:rows].reshape(-1), tensor.offset + first * row)
+                at = 0
+                for start, stop in spans:
+                    length = (stop - start) * inner
+                    out[first : first + rows, at : at + length] = block[:rows, start * inner : stop * inner]
+                    at += length
+        self.bytes_kept += out.nbytes
+        shape = (*tensor.shape[:axis], taken, *tensor.shape[axis + 1 :])
+        array = mx.array(out.view(np_type).reshape(shape))
+        return array if array.dtype == mx_type else array.view(mx_type)
+
+    def _open(self, path: Path) -> int:
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._files[path]
+
+    def _fill(self, fd: int, target: Any, offset: int) -> None:
+        view = memoryview(target)
+        done = 0
+        while done < len(view):
+            got = os.preadv(fd, [view[done:]], offset + done)
+            if got <= 0:
+                raise SettingsError("A weight file became shorter while it was read. Copy the model again.")
+            done += got
+        self.bytes_read += done

@@ -1,0 +1,261 @@
+"""Load one rank's share of a model: build it lazily, apply the placement, read only its own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_mesh.mesh.errors import PlacementError
+from mlx_mesh.mesh.types import Placement, Sharding
+from mlx_mesh.node.engine.exchange import Exchange
+from mlx_mesh.node.engine.hooks import Original, hook_model
+from mlx_mesh.node.engine.loader import LazyModel, RangeReader, open_lazy
+from mlx_mesh.node.engine.pipeline import (
+    PipelinePlan,
+    PipelineRuntime,
+    check_sums,
+    check_transfers,
+    plan_pipeline,
+)
+from mlx_mesh.node.engine.rules import Proposal, Unit, propose
+from mlx_mesh.node.engine.tensor import divide_layer
+from mlx_mesh.node.engine.trace import TAIL, ModelTrace, TraceError, trace_model
+
+OnProgress = Callable[[int, int], None]
+OnLayer = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class LoadedShard:
+    """A model ready for `BatchGenerator` and `make_prompt_cache` on this rank. On followers its call returns
+    zeros of shape (batch, length, 1)."""
+
+    model: Any
+    config: dict[str, Any]
+    sharding: Sharding
+    weights_bytes: int  # of the parameters that were read
+    num_layers_here: int
+    layer_bytes: tuple[int, ...]  # per local layer, in order
+    pipeline: PipelinePlan | None = None
+    whole_parts: tuple[str, ...] = field(default=())  # tensor: what stayed whole, and why
+
+
+def load_shard(
+    model: str,
+    placement: Placement,
+    rank: int,
+    exchange: Exchange,
+    on_progress: OnProgress,
+    on_layer: OnLayer | None = None,
+) -> LoadedShard:
+    """Load rank `rank` of `placement` from the local folder `model`.
+
+    Reads layer by layer; `on_progress(done, total)` after each. `on_layer(i)` is called whenever a local
+    layer is entered. Raises SettingsError for an unusable folder, PlacementError for an impossible placement.
+    """
+    lazy = open_lazy(model)
+    layers = lazy.layers
+    if len(layers) != placement.num_layers:
+        raise PlacementError(
+            f"The placement is for {placement.num_layers} layers, {model} has {len(layers)}. "
+            "The hosts do not have the same model."
+        )
+    if placement.sharding == Sharding.PIPELINE:
+        return _load_stage(lazy, placement, rank, exchange, on_progress, on_layer)
+    if placement.sharding == Sharding.TENSOR:
+        return _load_slices(lazy, placement, rank, exchange, on_progress, on_layer)
+    return _load_whole(lazy, exchange, on_progress, on_layer)
+
+
+def check_cuts(shard: LoadedShard, exchange: Exchange) -> None:
+    """Exchange known values of three shapes in a row the way the model will; all ranks at the same time.
+    Raises BringUpError naming the ranks when a value arrives wrong."""
+    if shard.pipeline is not None:
+        check_transfers(shard.pipeline, exchange)
+    elif shard.sharding == Sharding.TENSOR:
+        check_sums(exchange)
+
+
+@dataclass(slots=True, eq=False)
+class _WholeForward:
+    """All layers run here; followers of a tensor mesh have no use for the logits."""
+
+    has_logits: bool
+    on_layer: OnLayer | None
+
+    def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = original(*args, **kwargs)
+        if self.has_logits:
+            return out
+        tokens = next(x for x in (*args, *kwargs.values()) if isinstance(x, mx.array) and x.ndim >= 2)
+        return mx.zeros((*tokens.shape[:2], 1))
+
+    def call_layer(
+        self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.on_layer is not None:
+            self.on_layer(index)
+        return original(*args, **kwargs)
+
+
+def _load_whole(
+    lazy: LazyModel, exchange: Exchange, on_progress: OnProgress, on_layer: OnLayer | None
+) -> LoadedShard:
+    total = len(lazy.layers) + 1
+    loading = _Loading()
+    for done, layer in enumerate(lazy.layers, 1):
+        loading.layer(layer)
+        on_progress(done, total)
+    loading.rest(array for _, array in tree_flatten(lazy.model.parameters()))
+    on_progress(total, total)
+    hook_model(lazy.model, lazy.layers, _WholeForward(True, on_layer))
+    return LoadedShard(
+        lazy.model, lazy.config, Sharding.NONE, loading.total, len(lazy.layers), tuple(loading.layers)
+    )
+
+
+def _load_stage(
+    lazy: LazyModel,
+    placement: Placement,
+    rank: int,
+    exchange: Exchange,
+    on_progress: OnProgress,
+    on_layer: OnLayer | None,
+) -> LoadedShard:
+    try:
+        trace = trace_model(lazy.model)
+    except TraceError as error:
+        raise PlacementError(
+            f"{lazy.folder} cannot run as a pipeline: {error}. Use one host, or tensor sharding."
+        ) from error
+    plan = plan_pipeline(trace, placement)
+    shard = placement.shards[rank]
+    layers = lazy.layers[shard.start_layer : shard.end_layer]
+    loading = _Loading()
+    for done, layer in enumerate(layers, 1):
+        loading.layer(layer)
+        on_progress(done, len(layers) + 1)
+    wanted = plan.parameters_of(rank)
+    loading.rest(array for path, array in tree_flatten(lazy.model.parameters()) if path in wanted)
+    on_progress(len(layers) + 1, len(layers) + 1)
+    hook_model(lazy.model, lazy.layers, PipelineRuntime(plan, exchange, on_layer))
+    return LoadedShard(
+        lazy.model,
+        lazy.config,
+        Sharding.PIPELINE,
+        loading.total,
+        len(layers),
+        tuple(loading.layers),
+        pipeline=plan,
+    )
+
+
+def _load_slices(
+    lazy: LazyModel,
+    placement: Placement,
+    rank: int,
+    exchange: Exchange,
+    on_progress: OnProgress,
+    on_layer: OnLayer | None,
+) -> LoadedShard:
+    weights = [shard.weight for shard in placement.shards]
+    proposal = propose(lazy.layers)
+    units = proposal.for_ranks(len(weights))
+    if not units:
+        raise PlacementError(
+            f"{lazy.folder} cannot be divided over {len(weights)} ranks by tensor sharding: "
+            f"{why_undivided(proposal)}. Use pipeline sharding."
+        )
+    prefixes = {id(module): name for name, module in lazy.model.named_modules()}
+    wanted = _parameters_outside_layers(lazy, has_logits=rank == 0)
+    loading = _Loading()
+    total = len(lazy.layers) + 1
+    with RangeReader() as reader:
+
+        def slicer(path: str, array: Any, axis: int, span: tuple[int, int]) -> Any:
+            stored = lazy.stored.get(path)
+            if stored is not None:
+                return reader.read(stored, axis, [span])
+            index = [slice(None)] * array.ndim
+            index[axis] = slice(*span)
+            part = mx.contiguous(array[tuple(index)])
+            mx.eval(part)
+            return part
+
+        for index, layer in enumerate(lazy.layers):
+            own = [unit for unit in units if unit.layer == index]
+            divide_layer(layer, prefixes[id(layer)], own, weights, exchange, slicer)
+            loading.layer(layer)
+            on_progress(index + 1, total)
+    loading.rest(array for path, array in tree_flatten(lazy.model.parameters()) if path in wanted)
+    on_progress(total, total)
+    hook_model(lazy.model, lazy.layers, _WholeForward(rank == 0, on_layer))
+    return LoadedShard(
+        lazy.model,
+        lazy.config,
+        Sharding.TENSOR,
+        loading.total,
+        len(lazy.layers),
+        tuple(loading.layers),
+        whole_parts=whole_parts(proposal, units),
+    )
+
+
+def why_undivided(proposal: Proposal) -> str:
+    """One clause for people: why no unit could be divided."""
+    if proposal.units:
+        most = max(unit.num_units for unit in proposal.units)
+        return f"its layers can be divided into {most} parts at most"
+    return (
+        proposal.refusals[0] if proposal.refusals else "no part of its layers has a form that the rules know"
+    )
+
+
+def whole_parts(proposal: Proposal, units: list[Unit]) -> tuple[str, ...]:
+    """What looks divisible and stays whole on every rank, each with the reason."""
+    few = [
+        f"layers.{unit.layer}.{unit.path}: only {unit.num_units} parts"
+        for unit in proposal.units
+        if unit not in units
+    ]
+    return (*proposal.refusals, *few)
+
+
+def _parameters_outside_layers(lazy: LazyModel, has_logits: bool) -> set[str]:
+    """Paths of the parameters outside the layers that the forward uses."""
+    try:
+        trace: ModelTrace = trace_model(lazy.model)
+    except TraceError:  # not a pipeline, but it can still run with all its parameters
+        return {path for path, _ in tree_flatten(lazy.model.parameters())}
+    return {path for call, paths in trace.parameters.items() if has_logits or call != TAIL for path in paths}
+
+
+class _Loading:
+    """Evaluates parameters in an order that keeps only the share and one layer in flight in memory."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.layers: list[int] = []
+        self._seen: list[Any] = []  # the arrays themselves: an id is only good while its object lives
+        self._ids: set[int] = set()
+
+    def layer(self, layer: Any) -> None:
+        self.layers.append(self._evaluate([array for _, array in tree_flatten(layer.parameters())]))
+
+    def rest(self, arrays: Any) -> None:
+        for array in arrays:  # one by one: an embedding can be as large as many layers
+            self._evaluate([array])
+
+    def _evaluate(self, arrays: list[Any]) -> int:
+        new = [array for array in arrays if id(array) not in self._ids]
+        mx.eval(new)
+        mx.clear_cache()
+        self._seen += new
+        self._ids.update(id(array) for array in new)
+        size = sum(int(array.nbytes) for array in new)
+        self.total += size
+        return size

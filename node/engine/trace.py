@@ -1,0 +1,631 @@
+"""What crosses from layer to layer in a model, found by watching lazy forwards that are never evaluated.
+
+Three forwards with different batch, length and history give every layer call's inputs and outputs, and by
+comparison the shape of each output in terms of batch and length. A fourth one, in which every layer is
+replaced by fresh placeholders, gives for each call exactly which earlier outputs and which parameters
+outside the layers it depends on, through whatever the model computes between its layers. From that follow
+the cuts at which a pipeline may be divided, what must be sent over each, and what each stage must load.
+No weight is read and nothing here knows a model by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_mesh.node.engine import tree
+from mlx_mesh.node.engine.hooks import Original, hook_model, unhook_model
+from mlx_mesh.node.engine.tree import Path
+
+_RUNS = ((1, 3, 0), (2, 5, 0), (1, 3, 4))  # (batch, length, tokens already in the cache)
+
+Ref = tuple[int, int]
+"""An array that a layer call made: (position of the call in the forward, number among its outputs)."""
+
+TAIL = -1
+"""Stands for the model's own output in the dependency tables."""
+
+
+class TraceError(Exception):
+    """This model cannot be traced; the message says what it does that the trace does not understand."""
+
+
+# ------------------------------------------------------------ the form of a layer's answer
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A value that is no array."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The very object that came in at this path of the arguments."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An array that a layer computed, this one or an earlier one."""
+
+    ref: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    kind: type
+    items: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    items: tuple[tuple[Any, Form], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    prototype: Any
+    attributes: tuple[tuple[str, Form], ...]
+
+
+Form = Const | Pass | Made | Items | Entries | Attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dimension as factor x (batch if per_batch) x (length if per_length)."""
+
+    factor: int
+    per_batch: bool = False
+    per_length: bool = False
+
+    def size(self, batch: int, length: int) -> int:
+        return self.factor * (batch if self.per_batch else 1) * (length if self.per_length else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayShape:
+    """The shape of a layer's output array. `grows`: with the tokens in the cache, so it can never cross."""
+
+    dims: tuple[Dim, ...]
+    dtype: Any
+    grows: bool
+
+    def shape(self, batch: int, length: int) -> tuple[int, ...]:
+        return tuple(dim.size(batch, length) for dim in self.dims)
+
+    def nbytes(self, batch: int, length: int) -> int:
+        size: int = self.dtype.size
+        for dim in self.dims:
+            size *= dim.size(batch, length)
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """A cache object that a call got: where it is in the arguments, and which part of a list of caches."""
+
+    path: Path
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a layer. `changed` are mutable arguments the layer stores arrays into; `ticks` the caches
+    it advances; `caches` numbers all cache objects it gets, in the order in which the forward meets them."""
+
+    layer: int
+    answer: Form
+    changed: tuple[tuple[Path, Form], ...]
+    ticks: tuple[CachePart, ...]
+    caches: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What the caches of a layer keep: bytes per token, per sequence whatever its length, and the window."""
+
+    bytes_per_token: int
+    fixed_bytes: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTrace:
+    """The calls of one forward and what each depends on. `needs[p]` and `parameters[p]`: the earlier outputs
+    and the paths of parameters outside the layers that the inputs of call p (or TAIL) depend on."""
+
+    num_layers: int
+    calls: tuple[LayerCall, ...]
+    shapes: dict[Ref, ArrayShape]
+    needs: dict[int, frozenset[Ref]]
+    parameters: dict[int, frozenset[str]]
+    caches: tuple[CacheSize, ...]  # per layer
+    logits_shape: tuple[int, ...]
+
+    def crossing(self, position: int) -> tuple[Ref, ...]:
+        """What calls before `position` made and later ones (or the model's output) need, in order."""
+        needed: set[Ref] = set(self.needs[TAIL])
+        for later in range(position, len(self.calls)):
+            needed |= self.needs[later]
+        return tuple(sorted(ref for ref in needed if ref[0] < position))
+
+    def positions_of_cut(self, cut: int) -> list[int]:
+        """The call positions at which work goes over the cut before layer `cut`, back or forth."""
+        calls = self.calls
+        return [p for p in range(1, len(calls)) if (calls[p - 1].layer < cut) != (calls[p].layer < cut)]
+
+    def why_not(self, cut: int) -> str:
+        """Why a stage may not end before layer `cut`; '' when it may."""
+        before: set[int] = set()
+        after: set[int] = set()
+        for call in self.calls:
+            (before if call.layer < cut else after).update(call.caches)
+        if before & after:
+            return "layers on both sides share a KV cache"
+        positions = self.positions_of_cut(cut)
+        if not positions:
+            return "the model never calls a layer on one side of it"
+        for position in positions:
+            refs = self.crossing(position)
+            if any(self.shapes[ref].grows for ref in refs):
+                return "later layers read keys and values that earlier layers made"
+            if not refs:
+                return "nothing the trace can see crosses it"
+        return ""
+
+
+# ------------------------------------------------------------ ghosts: layers that only keep up appearances
+
+
+def stand_in(shape: ArrayShape, batch: int, length: int) -> Any:
+    """Zeros of the right shape; a new object each time, because models change arrays in place."""
+    return mx.zeros(shape.shape(batch, length), dtype=shape.dtype)
+
+
+def ghost_answer(
+    call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any], value_of: Callable[[Ref], Any]
+) -> Any:
+    """Answer a layer call without the layer: the traced form filled with `value_of` each made array, and
+    the same changes to mutable arguments that the layer would make."""
+
+    def build(form: Form) -> Any:
+        if isinstance(form, Const):
+            return form.value
+        if isinstance(form, Pass):
+            return tree.get(args, kwargs, form.path)
+        if isinstance(form, Made):
+            return value_of(form.ref)
+        if isinstance(form, Items):
+            items = [build(item) for item in form.items]
+            return form.kind(*items) if hasattr(form.kind, "_fields") else form.kind(items)
+        if isinstance(form, Entries):
+            return {key: build(item) for key, item in form.items}
+        made = copy.copy(form.prototype)
+        for name, item in form.attributes:
+            setattr(made, name, build(item))
+        return made
+
+    changes = [(path, build(form)) for path, form in call.changed]
+    for path, value in changes:
+        tree.assign(args, kwargs, path, value)
+    return build(call.answer)
+
+
+def made_arrays(
+    call: LayerCall, answer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Ref, Any]]:
+    """The (ref, array) pairs that a real call of the layer just made."""
+
+    def take(form: Form, value: Any) -> Iterator[tuple[Ref, Any]]:
+        if isinstance(form, Made):
+            yield form.ref, value
+        elif isinstance(form, Items):
+            for item, part in zip(form.items, value, strict=True):
+                yield from take(item, part)
+        elif isinstance(form, Entries):
+            for key, item in form.items:
+                yield from take(item, value[key])
+        elif isinstance(form, Attributes):
+            for name, item in form.attributes:
+                yield from take(item, getattr(value, name))
+
+    for path, form in call.changed:
+        yield from take(form, tree.get(args, kwargs, path))
+    yield from take(call.answer, answer)
+
+
+def cache_parts(cache: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """(part numbers, cache) of a cache, or of each member when it is a list of caches."""
+    members = getattr(cache, "caches", None)
+    if isinstance(members, (list, tuple)):
+        for i, member in enumerate(members):
+            for parts, leaf in cache_parts(member):
+                yield (i, *parts), leaf
+    else:
+        yield (), cache
+
+
+def tick(cache: Any, batch: int, length: int) -> None:
+    """Advance a ghost's cache by `length` tokens. It holds one number instead of keys and values, so that
+    every offset, mask, rotation, trim, merge and filter stays what the real layer's cache would say."""
+    if hasattr(cache, "update_and_fetch"):
+        token = mx.zeros((batch, 1, length, 1), dtype=mx.float16)
+        cache.update_and_fetch(token, token)
+        # All zero whatever was written: forget how they came about, or the graph would grow each step.
+        cache.keys = mx.zeros(cache.keys.shape, dtype=mx.float16)
+        cache.values = mx.zeros(cache.values.shape, dtype=mx.float16)
+    else:
+        for i, state in enumerate(cache.cache):
+            if state is None:
+                cache[i] = mx.zeros((batch, 1), dtype=mx.float16)
+        cache.advance(length)
+
+
+def _can_tick(cache: Any) -> bool:
+    if hasattr(cache, "update_and_fetch"):
+        return hasattr(cache, "keys") and hasattr(cache, "values")
+    return isinstance(getattr(cache, "cache", None), list) and hasattr(cache, "advance")
+
+
+# ------------------------------------------------------------ watching forwards
+
+
+def trace_model(model: Any) -> ModelTrace:
+    """Trace a lazily built model. Raises TraceError when it does something that no ghost can imitate."""
+    layers = list(model.layers)
+    if not layers:
+        raise TraceError("the model has no list of layers")
+    try:
+        first, second, third = [_watch(model, layers, *run) for run in _RUNS]
+        if not first.calls:
+            raise TraceError("the model never calls its layers as a whole")
+        shapes = _compare(first, second, third)
+        needs, parameters = _dependencies(model, layers, third.calls, shapes)
+        return ModelTrace(
+            num_layers=len(layers),
+            calls=tuple(third.calls),
+            shapes=shapes,
+            needs=needs,
+            parameters=parameters,
+            caches=_cache_sizes(third, len(layers)),
+            logits_shape=third.logits_shape,
+        )
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(f"a lazy forward of the model raised {type(error).__name__}: {error}") from error
+
+
+@dataclass(slots=True, eq=False)
+class _Watcher:
+    """Runs the real layers and notes what goes in and out of each."""
+
+    opaque: set[int]  # ids of cache objects
+    calls: list[LayerCall] = field(default_factory=list)
+    arrays: dict[Ref, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+    cache_objects: dict[int, Any] = field(default_factory=dict)  # id -> object, in order of first use
+    cache_layers: dict[int, int] = field(default_factory=dict)  # id -> the first layer that got it
+    logits_shape: tuple[int, ...] = ()
+    _known: dict[int, Ref] = field(default_factory=dict)
+    _keep: list[Any] = field(default_factory=list)  # ids stay valid only while the objects live
+
+    def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = original(*args, **kwargs)
+        self.logits_shape = tuple(out.shape) if isinstance(out, mx.array) else ()
+        return out
+
+    def call_layer(
+        self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        position = len(self.calls)
+        before = dict(tree.walk_call(args, kwargs, self.opaque))
+        came_in: dict[int, Path] = {}
+        caches: dict[CachePart, tuple[Any, dict[str, Any]]] = {}
+        used: set[int] = set()
+        for path, leaf in before.items():
+            if isinstance(leaf, mx.array):
+                came_in.setdefault(id(leaf), path)
+            elif id(leaf) in self.opaque:
+                for parts, cache in cache_parts(leaf):
+                    caches[CachePart(path, parts)] = (cache, _state(cache))
+                    self.cache_objects.setdefault(id(cache), cache)
+                    self.cache_layers.setdefault(id(cache), index)
+                    used.add(list(self.cache_objects).index(id(cache)))
+        containers = dict(_containers(args, kwargs, self.opaque))
+
+        out = original(*args, **kwargs)
+
+        after = dict(tree.walk_call(args, kwargs, self.opaque))
+        self._keep += [before, after, out]
+        numbers = iter(range(1 << 30))
+
+        def note(value: Any) -> Form:
+            if isinstance(value, mx.array):
+                if id(value) in came_in:
+                    return Pass(came_in[id(value)])
+                if id(value) not in self._known:
+                    ref = (position, next(numbers))
+                    self._known[id(value)] = ref
+                    self.arrays[ref] = (tuple(value.shape), value.dtype)
+                return Made(self._known[id(value)])
+            if id(value) in containers:
+                return Pass(containers[id(value)])
+            if id(value) in self.opaque:
+                raise TraceError(f"layer {index} returns a cache object")
+            if isinstance(value, (list, tuple)):
+                return Items(type(value), tuple(note(item) for item in value))
+            if isinstance(value, dict):
+                return Entries(tuple((key, note(item)) for key, item in value.items()))
+            if tree.is_plain_object(value):
+                attributes = tuple((name, note(item)) for name, item in vars(value).items())
+                return Attributes(value, attributes)
+            return Const(value)
+
+        changed = []
+        for path, leaf in after.items():
+            if isinstance(leaf, mx.array) and (path not in before or before[path] is not leaf):
+                if len(path) < 2:
+                    continue
+                changed.append((path, note(leaf)))
+        answer = note(out)
+        ticks = []
+        for part, (cache, state) in caches.items():
+            if _changed(state, _state(cache)):
+                if not _can_tick(cache):
+                    raise TraceError(f"layer {index} keeps its state in a {type(cache).__name__}")
+                ticks.append(part)
+        self.calls.append(LayerCall(index, answer, tuple(changed), tuple(ticks), frozenset(used)))
+        return out
+
+
+def _containers(
+    args: tuple[Any, ...], kwargs: dict[str, Any], opaque: set[int]
+) -> Iterator[tuple[int, Path]]:
+    """(id, path) of every mutable container and plain object in the arguments."""
+    seen: set[int] = set()
+
+    def below(value: Any, path: Path) -> Iterator[tuple[int, Path]]:
+        if isinstance(value, mx.array) or id(value) in opaque or id(value) in seen:
+            return
+        if isinstance(value, (list, tuple)):
+            parts = [(("item", i), item) for i, item in enumerate(value)]
+        elif isinstance(value, dict) and not hasattr(value, "parameters"):
+            parts = [(("item", key), item) for key, item in value.items()]
+        elif tree.is_plain_object(value):
+            parts = [(("attr", name), item) for name, item in vars(value).items()]
+        else:
+            return
+        seen.add(id(value))
+        if value or not isinstance(value, tuple):  # the empty tuple is one object everywhere
+            yield id(value), path
+        for step, item in parts:
+            yield from below(item, (*path, step))
+
+    for i, arg in enumerate(args):
+        yield from below(arg, (("arg", i),))
+    for name, arg in kwargs.items():
+        yield from below(arg, (("kw", name),))
+
+
+def _state(cache: Any) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(cache).items()}
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, tuple) and isinstance(b, tuple):
+            return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        return a is b or (isinstance(a, (int, float, str)) and isinstance(b, (int, float, str)) and a == b)
+
+    return before.keys() != after.keys() or not all(same(before[name], after[name]) for name in before)
+
+
+def _cache_ids(caches: Iterable[Any]) -> set[int]:
+    ids: set[int] = set()
+    for cache in caches:
+        ids.add(id(cache))
+        members = getattr(cache, "caches", None)
+        if isinstance(members, (list, tuple)):
+            ids |= _cache_ids(members)
+    return ids
+
+
+def _watch(model: Any, layers: list[Any], batch: int, length: int, history: int) -> _Watcher:
+    caches = make_prompt_cache(model)
+    if history:
+        model(mx.zeros((batch, history), dtype=mx.uint32), cache=caches)
+    watcher = _Watcher(opaque=_cache_ids(caches))
+    hook_model(model, layers, watcher)
+    try:
+        model(mx.zeros((batch, length), dtype=mx.uint32), cache=caches)
+    finally:
+        unhook_model(model, layers)
+    return watcher
+
+
+def _compare(first: _Watcher, second: _Watcher, third: _Watcher) -> dict[Ref, ArrayShape]:
+    order = [call.layer for call in first.calls]
+    for other in (second, third):
+        if [call.layer for call in other.calls] != order or other.arrays.keys() != first.arrays.keys():
+            raise TraceError("which layers the model calls, or what they return, depends on batch or length")
+    shapes = {}
+    for ref in first.arrays:
+        (a, dtype), (b, _), (c, _) = first.arrays[ref], second.arrays[ref], third.arrays[ref]
+        if not len(a) == len(b) == len(c):
+            raise TraceError(f"an output of layer {order[ref[0]]} changes its number of dimensions")
+        dims, grows = [], False
+        for sizes in zip(a, b, c, strict=True):
+            dim = _dim(*sizes)
+            grows = grows or dim is None
+            dims.append(dim or Dim(1, per_length=True))
+        shapes[ref] = ArrayShape(tuple(dims), dtype, grows)
+    return shapes
+
+
+def _dim(a: int, b: int, c: int) -> Dim | None:
+    """One dimension's rule from its sizes in the three runs; None when it depends on the history."""
+    (b1, l1, _), (b2, l2, _), _ = _RUNS
+    if a != c:
+        return None
+    for per_batch in (False, True):
+        for per_length in (False, True):
+            at_1 = (b1 if per_batch else 1) * (l1 if per_length else 1)
+            at_2 = (b2 if per_batch else 1) * (l2 if per_length else 1)
+            if a % at_1 == 0 and b == a // at_1 * at_2:
+                return Dim(a // at_1, per_batch, per_length)
+    return None
+
+
+def _cache_sizes(watcher: _Watcher, num_layers: int) -> tuple[CacheSize, ...]:
+    sizes = [[0, 0, 0, 0] for _ in range(num_layers)]  # per token, fixed, window, any unbounded
+    for key, cache in watcher.cache_objects.items():
+        size = sizes[watcher.cache_layers[key]]
+        if hasattr(cache, "update_and_fetch"):
+            keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+            per_token = sum(
+                x.nbytes // x.shape[0] // max(1, x.shape[2])
+                for x in (keys, values)
+                if isinstance(x, mx.array) and x.ndim == 4
+            )
+            window = int(getattr(cache, "max_size", 0) or getattr(cache, "chunk_size", 0) or 0)
+            size[0] += per_token
+            size[2] = max(size[2], window)
+            size[3] |= per_token > 0 and not window
+        elif isinstance(getattr(cache, "cache", None), list):
+            size[1] += sum(x.nbytes for x in cache.cache if isinstance(x, mx.array))
+    return tuple(
+        CacheSize(token, fixed, 0 if unbounded else window) for token, fixed, window, unbounded in sizes
+    )
+
+
+# ------------------------------------------------------------ dependencies between calls
+
+
+@dataclass(slots=True, eq=False)
+class _Placeholders:
+    """Replaces every layer by fresh placeholders and keeps what the model then feeds to each call."""
+
+    calls: list[LayerCall]
+    shapes: dict[Ref, ArrayShape]
+    opaque: set[int]
+    batch: int
+    length: int
+    position: int = 0
+    sources: dict[Ref, Any] = field(default_factory=dict)
+    handed: dict[Ref, Any] = field(default_factory=dict)
+    inputs: dict[int, list[Any]] = field(default_factory=dict)
+
+    def value_of(self, ref: Ref) -> Any:
+        if ref not in self.handed:
+            # The model gets a copy: it may change its array in place, and the named source must stay.
+            self.sources[ref] = stand_in(self.shapes[ref], self.batch, self.length)
+            self.handed[ref] = mx.stop_gradient(self.sources[ref])
+        return self.handed[ref]
+
+    def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = original(*args, **kwargs)
+        leaves = [leaf for _, leaf in tree.walk(out, self.opaque) if isinstance(leaf, mx.array)]
+        self.inputs[TAIL] = [mx.stop_gradient(leaf) for leaf in leaves]
+        return out
+
+    def call_layer(
+        self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = self.calls[self.position]
+        if call.layer != index:
+            raise TraceError("the order of layers depends on values")
+        leaves = [leaf for _, leaf in tree.walk_call(args, kwargs, self.opaque) if isinstance(leaf, mx.array)]
+        self.inputs[self.position] = [mx.stop_gradient(leaf) for leaf in leaves]
+        self.position += 1
+        for part in call.ticks:
+            tick(find_cache(args, kwargs, part), self.batch, self.length)
+        return ghost_answer(call, args, kwargs, self.value_of)
+
+
+def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any], part: CachePart) -> Any:
+    """The cache object of this call."""
+    cache = tree.get(args, kwargs, part.path)
+    for number in part.parts:
+        cache = cache.caches[number]
+    return cache
+
+
+def _dependencies(
+    model: Any, layers: list[Any], calls: list[LayerCall], shapes: dict[Ref, ArrayShape]
+) -> tuple[dict[int, frozenset[Ref]], dict[int, frozenset[str]]]:
+    batch, length, _ = _RUNS[0]
+    caches = make_prompt_cache(model)
+    runtime = _Placeholders(calls, shapes, _cache_ids(caches), batch, length)
+    hook_model(model, layers, runtime)
+    try:
+        model(mx.zeros((batch, length), dtype=mx.uint32), cache=caches)
+    finally:
+        unhook_model(model, layers)
+
+    inside = {id(array) for layer in layers for _, array in tree_flatten(layer.parameters())}
+    names: dict[str, Any] = {}
+    meaning: dict[str, tuple[Ref | None, str]] = {}
+    for ref, source in runtime.sources.items():
+        name = f"ref{len(names)}"
+        names[name], meaning[name] = source, (ref, "")
+    by_id: dict[int, str] = {}
+    for path, array in tree_flatten(model.parameters()):
+        if id(array) in inside or id(array) in by_id:
+            continue
+        name = by_id[id(array)] = f"par{len(names)}"
+        names[name], meaning[name] = array, (None, path)
+    outputs: list[Any] = []
+    consumer: dict[str, int] = {}
+    for position, arrays in runtime.inputs.items():
+        for array in arrays:
+            name = f"out{len(outputs)}"
+            outputs.append(array)
+            names[name], consumer[name] = array, position
+    sources = _reachable(outputs, names, set(consumer), set(meaning))
+    needs: dict[int, set[Ref]] = {position: set() for position in runtime.inputs}
+    parameters: dict[int, set[str]] = {position: set() for position in runtime.inputs}
+    for name, position in consumer.items():
+        for source in sources[name]:
+            found, path = meaning[source]
+            if found is not None:
+                needs[position].add(found)
+            else:
+                parameters[position].add(path)
+    return (
+        {position: frozenset(refs) for position, refs in needs.items()},
+        {position: frozenset(paths) for position, paths in parameters.items()},
+    )
+
+
+def _reachable(
+    outputs: list[Any], names: dict[str, Any], sinks: set[str], marked: set[str]
+) -> dict[str, set[str]]:
+    """For each sink the marked names it is computed from. mlx tells its graph only as DOT text."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *outputs, **names)
+    inputs_of: dict[str, list[str]] = {}
+    for line in text.getvalue().splitlines():
+        left, arrow, right = line.partition(" -> ")
+        if arrow:
+            inputs_of.setdefault(right.strip().strip('"'), []).append(left.strip().strip('"'))
+    found: dict[str, set[str]] = {}
+    for sink in sinks:
+        seen, stack = {sink}, [sink]
+        while stack:
+            for source in inputs_of.get(stack.pop(), ()):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        found[sink] = seen & marked
+    return found
