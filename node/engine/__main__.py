@@ -1,0 +1,153 @@
+"""`python -I -u -m mlx_mesh.node.engine --fd N`: one rank's engine, a child of the host's agent.
+
+N is an inherited socket to the agent: EngineConfig comes first, then commands; reports go back. Its end of file
+ends this process at once. Exit status: 0 after the stop plan, else see failure.EXIT_STATUS.
+SIGUSR1 prints every thread's stack to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import os
+import platform
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+
+from mlx_mesh.mesh.errors import ProtocolError
+from mlx_mesh.mesh.messages import EngineCommand, EngineConfig, EngineHello
+from mlx_mesh.mesh.types import Phase
+from mlx_mesh.node.engine.backend import (
+    drop_foreign_variables,
+    import_mlx,
+    loaded_versions,
+    offered_backends,
+)
+from mlx_mesh.node.engine.commands import Commands
+from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EXIT_STATUS, FailureKind, describe
+from mlx_mesh.node.engine.report import HeartbeatThread, Reporter, read_memory
+from mlx_mesh.node.pipe import BlockingPipe
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What `startup` made."""
+
+    config: EngineConfig
+    commands: Commands
+    reporter: Reporter
+    heartbeats: HeartbeatThread
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The whole life of an engine; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="mlx_mesh.node.engine", description="One rank's engine.")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the agent")
+    sock = socket.socket(fileno=parser.parse_args(arguments).fd)
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
+    drop_foreign_variables()
+    config = read_config(sock)
+    reporter = Reporter(BlockingPipe(sock, msgspec.msgpack.Decoder(EngineCommand)))
+    try:
+        engine = startup(config, sock, reporter)
+        run(engine)
+        shutdown(engine)
+    except BaseException as error:  # the outermost frame: whatever it is, the agent must know
+        traceback.print_exc()
+        kind, message = describe(error)
+        end(reporter, kind, message)
+    return 0
+
+
+def startup(config: EngineConfig, sock: socket.socket, reporter: Reporter) -> Engine:
+    """Watch the agent, import MLX, say hello, start the heartbeat."""
+    commands = Commands(BlockingPipe(sock, msgspec.msgpack.Decoder(EngineCommand)))
+    commands.start()
+    mx = import_mlx()
+    reporter.read_memory = lambda: read_memory(mx)
+    reporter.phase = Phase.IMPORTED
+    reporter.send(
+        EngineHello(
+            pid=os.getpid(),
+            versions=loaded_versions(),
+            backends=offered_backends(),
+            device=f"{mx.default_device()} {mx.device_info().get('device_name', '')}".strip(),
+        )
+    )
+    heartbeats = HeartbeatThread(reporter, config.heartbeat_interval_s)
+    heartbeats.start()
+    return Engine(config, commands, reporter, heartbeats)
+
+
+def run(engine: Engine) -> None:
+    """From Connect to the stop plan."""
+    # These import MLX, which must have been found to work first.
+    from mlx_mesh.node.engine import phases
+    from mlx_mesh.node.engine.loop import Leader
+
+    config, commands, reporter = engine.config, engine.commands, engine.reporter
+    channels = phases.connect(
+        config, commands, reporter, lambda message: end(reporter, "stray_peer", message)
+    )
+    phases.join_plans(config, channels, commands)
+    command, shard = phases.load(config, channels, commands, reporter)
+    loop = phases.warm_up(config, channels, command, shard, commands, reporter)
+    if isinstance(loop, Leader):
+        loop.run(commands)
+    else:
+        loop.run()
+    channels.close()  # not after an error: that ends the process by os._exit
+
+
+def shutdown(engine: Engine) -> None:
+    """Stop what `startup` started; the commands thread ends with the process."""
+    engine.heartbeats.stop()
+    engine.reporter.phase = Phase.STOPPED
+    engine.reporter.send(engine.reporter.heartbeat())
+
+
+def end(reporter: Reporter, kind: FailureKind, message: str) -> NoReturn:
+    """Report and end the process without its destructors: MLX's may wait for a peer that is gone."""
+    print(f"engine: {message}", file=sys.stderr, flush=True)
+    reporter.failed(kind, message)
+    os._exit(EXIT_STATUS[kind])
+
+
+def read_config(sock: socket.socket) -> EngineConfig:
+    """The first frame. Without it there is nobody to report to, so this ends the process."""
+    try:
+        config = BlockingPipe(sock, msgspec.msgpack.Decoder(EngineConfig)).receive()
+    except (OSError, ProtocolError) as error:
+        print(f"engine: no settings came from the agent: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_STATUS["internal"])
+    if config is None:
+        sys.exit(EXIT_AGENT_GONE)
+    return config
+
+
+def die_with_parent() -> None:
+    """On Linux have the kernel end this process with the thread that started it, even inside a native call."""
+    if platform.system() != "Linux":
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended in between
+        sys.exit(EXIT_AGENT_GONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The generation loop of one rank: step plans in, one BatchGenerator step each.
+
+Every rank runs the same generator over its own shard and applies the same plans at the same steps. The generator
+decides by counts and lengths only, so equal plans give equal schedules, and the ranks' collectives meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, StopSequences
+
+from mlx_mesh.mesh.messages import (
+    Cancel,
+    EngineCommand,
+    GenerateRequest,
+    RequestFailed,
+    StepPlan,
+    StopEngine,
+    Submit,
+    TokenChunk,
+    Tokens,
+)
+from mlx_mesh.node.engine.exchanges import DataExchange
+from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.report import Reporter
+from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
+from mlx_mesh.node.engine.scheduler import Produced, Scheduler
+
+MAX_PREFILL_ROWS = 8
+"""Prompts computed together (mlx-lm's default)."""
+
+
+class CommandSource(Protocol):
+    """See commands.Commands."""
+
+    def next(self) -> EngineCommand: ...
+    def poll(self) -> EngineCommand | None: ...
+
+
+class PlanSink(Protocol):
+    """See plans.PlanPublisher."""
+
+    def publish(self, plan: StepPlan) -> None: ...
+
+
+class PlanSource(Protocol):
+    """See plans.PlanReceiver."""
+
+    def next(self) -> StepPlan: ...
+
+
+class NoFollowers:
+    """The plan sink of a mesh of one rank."""
+
+    def publish(self, plan: StepPlan) -> None:
+        """Nobody listens."""
+
+
+class Generation:
+    """One rank's rows: a BatchGenerator that only step plans change."""
+
+    def __init__(
+        self,
+        model: Any,
+        exchange: DataExchange,
+        *,
+        max_sequences: int,
+        prefill_step_size: int,
+        is_leader: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._sampler = LeaderSampler(exchange) if is_leader else FollowerSampler(exchange)
+        self._generator = BatchGenerator(
+            model,
+            sampler=self._sampler,
+            completion_batch_size=max_sequences,
+            prefill_batch_size=min(MAX_PREFILL_ROWS, max_sequences),
+            prefill_step_size=prefill_step_size,
+        )
+        self._uids: dict[str, int] = {}
+        self._ids: dict[int, str] = {}
+        self._processors: dict[str, RowProcessor] = {}
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._uids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the model's output on the leader, 0 before the first step."""
+        return self._sampler.vocab_size if isinstance(self._sampler, LeaderSampler) else 0
+
+    def apply(self, plan: StepPlan, request_of: Callable[[str], GenerateRequest] | None = None) -> None:
+        """Change the rows as planned. `request_of`: on the leader, the whole request of an admission."""
+        # A request that finished by itself after the plan was made is gone on all ranks alike.
+        gone = [self._forget(request_id) for request_id in plan.cancel if request_id in self._uids]
+        if gone:
+            self._generator.remove(gone)
+        for admission in plan.admit:
+            processors: list[RowProcessor] = []
+            if request_of is not None and isinstance(self._sampler, LeaderSampler):
+                processors = self._sampler.processors(request_of(admission.id))
+            (uid,) = self._generator.insert(
+                [list(admission.prompt_ids)],
+                max_tokens=[admission.max_tokens],
+                logits_processors=[processors],
+                stop_sequences=[StopSequences([(i,) for i in admission.stop_token_ids])],
+            )
+            self._uids[admission.id] = uid
+            self._ids[uid] = admission.id
+            if processors:
+                self._processors[admission.id] = processors[0]
+
+    def step(self) -> list[Produced]:
+        """One generator step; the new token of each row that has one. With no row left afterwards nothing is
+        under way on this rank, so an idle mesh has no open collective."""
+        _, responses = self._generator.next()
+        produced = []
+        for response in responses:
+            request_id = self._ids[response.uid]
+            processor = self._processors.get(request_id)
+            logprobs = processor.take_logprobs(response.token) if processor is not None else None
+            produced.append(Produced(request_id, response.token, response.finish_reason, logprobs))
+            if response.finish_reason is not None:
+                self._forget(request_id)
+        if not self._uids:
+            self.settle()
+        return produced
+
+    def settle(self) -> None:
+        """Finish the step that the generator began ahead of need."""
+        mx.synchronize(self._generator.stream)
+        self._exchange.settle()
+
+    def close(self) -> None:
+        self.settle()
+        self._generator.close()
+
+    def _forget(self, request_id: str) -> int:
+        uid = self._uids.pop(request_id)
+        del self._ids[uid]
+        self._processors.pop(request_id, None)
+        return uid
+
+
+@contextmanager
+def _timed_step(reporter: Reporter, plan: StepPlan, sizes: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    reporter.begin_step()
+    yield
+    reporter.end_step(plan.step, *sizes())
+
+
+class Leader:
+    """Rank 0's loop: commands in, plans to all, tokens out."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        scheduler: Scheduler,
+        plans: PlanSink,
+        reporter: Reporter,
+        *,
+        plans_ahead: int,
+    ) -> None:
+        """`plans_ahead`: how many plans the followers get before this rank computes the step in hand. A pipeline
+        needs one for each later stage, so that the first stages go on with the next chunk meanwhile."""
+        self._generation = generation
+        self._scheduler = scheduler
+        self._plans = plans
+        self._reporter = reporter
+        self._plans_ahead = plans_ahead
+        self._published: deque[StepPlan] = deque()
+
+    def run(self, commands: CommandSource) -> None:
+        """Generate until StopEngine; then the followers have their stop plan."""
+        while True:
+            is_idle = not (self._scheduler.has_work or self._published)
+            command = commands.next() if is_idle else commands.poll()
+            while command is not None:
+                if isinstance(command, StopEngine):
+                    return self.stop()
+                self._take(command)
+                command = commands.poll()
+            self._advance()
+
+    def warm_up(self, request: GenerateRequest) -> None:
+        """Run one request to its end through the same steps, without telling anyone."""
+        self._answer(self._scheduler.submit(request))
+        while self._scheduler.has_work or self._published:
+            self._advance(is_silent=True)
+        self._scheduler.vocab_size = self._generation.vocab_size
+
+    def stop(self) -> None:
+        """Do the steps that the followers know of, then have everyone leave at the same one."""
+        while self._published:
+            self._compute(self._published.popleft())
+        self._plans.publish(self._scheduler.stop_plan())
+        self._generation.close()
+
+    def _take(self, command: EngineCommand) -> None:
+        match command:
+            case Submit(request=request):
+                self._answer(self._scheduler.submit(request))
+            case Cancel(id=request_id):
+                self._answer(self._scheduler.cancel(request_id))
+            case _:
+                raise EngineError("internal", f"{type(command).__name__} came to an engine that is ready.")
+
+    def _advance(self, is_silent: bool = False) -> None:
+        while self._scheduler.has_work and len(self._published) <= self._plans_ahead:
+            plan = self._scheduler.next_plan(time.monotonic())
+            self._plans.publish(plan)
+            self._published.append(plan)
+        if self._published:
+            self._compute(self._published.popleft(), is_silent)
+
+    def _compute(self, plan: StepPlan, is_silent: bool = False) -> None:
+        with _timed_step(self._reporter, plan, self._sizes):
+            self._generation.apply(plan, self._scheduler.request)
+            chunks = self._scheduler.applied(plan)
+            chunks += self._scheduler.produced(self._generation.step(), time.monotonic())
+        if chunks and not is_silent:
+            self._reporter.send(Tokens(step=plan.step, chunks=tuple(chunks)))
+
+    def _sizes(self) -> tuple[int, int]:
+        return self._scheduler.num_running, self._scheduler.num_waiting
+
+    def _answer(self, answer: RequestFailed | TokenChunk | None) -> None:
+        match answer:
+            case RequestFailed():
+                self._reporter.send(answer)
+            case TokenChunk():
+                self._reporter.send(Tokens(step=self._reporter.step, chunks=(answer,)))
+            case None:
+                pass
+
+
+class Follower:
+    """Any other rank's loop: plans in, nothing out."""
+
+    def __init__(self, generation: Generation, plans: PlanSource, reporter: Reporter) -> None:
+        self._generation = generation
+        self._plans = plans
+        self._reporter = reporter
+
+    def run(self) -> None:
+        """Follow until the stop plan."""
+        while self._follow():
+            pass
+
+    def warm_up(self) -> None:
+        """Follow until the leader's one warm-up request is through."""
+        began = False
+        while not began or self._generation.num_rows:
+            if not self._follow():
+                raise EngineError("internal", "The leader stopped during the warm-up.")
+            began = began or self._generation.num_rows > 0
+
+    def _follow(self) -> bool:
+        plan = self._plans.next()
+        if plan.stop:
+            self._generation.close()
+            return False
+        with _timed_step(self._reporter, plan, lambda: (self._generation.num_rows, 0)):
+            self._generation.apply(plan)
+            self._generation.step()
+        return True

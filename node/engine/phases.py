@@ -1,0 +1,154 @@
+"""The phases of bring-up, one function each: connect, load, warm up. Each ends with its report to the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mesh.mesh.messages import (
+    Connect,
+    EngineConfig,
+    GenerateRequest,
+    JoinPlans,
+    Load,
+    SamplingParams,
+    WarmUp,
+)
+from mlx_mesh.mesh.types import Phase, Sharding
+from mlx_mesh.node.engine.commands import Commands
+from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.group import DataGroup, form_group
+from mlx_mesh.node.engine.loop import Follower, Generation, Leader, NoFollowers
+from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver
+from mlx_mesh.node.engine.report import Reporter
+from mlx_mesh.node.engine.scheduler import Scheduler
+from mlx_mesh.node.engine.shard import LoadedShard, check_cuts, load_shard
+
+PREFILL_STEP_SIZE = {Sharding.NONE: 2048, Sharding.TENSOR: 2048, Sharding.PIPELINE: 512}
+"""Tokens of one prefill chunk when Load does not say. A pipeline wants several chunks under way at once."""
+
+WARM_UP_REQUEST = GenerateRequest(
+    id="warm-up", prompt_ids=(0,) * 8, max_tokens=1, sampling=SamplingParams(temperature=0.0)
+)
+
+
+@dataclass(slots=True)
+class Channels:
+    """What CONNECTED stands for: the data group, and this rank's end of the plan channel."""
+
+    group: DataGroup
+    plans: PlanPublisher | PlanReceiver | None = None  # None: world size 1
+
+    def close(self) -> None:
+        if self.plans is not None:
+            self.plans.close()
+
+
+def connect(
+    config: EngineConfig, commands: Commands, reporter: Reporter, on_stuck: Callable[[str], None]
+) -> Channels:
+    """Form the data group and, on the leader, bind the plan channel."""
+    command = commands.expect(Connect)
+    if (command.epoch, command.rank, command.world_size) != (config.epoch, config.rank, config.world_size):
+        raise EngineError(
+            "internal",
+            f"Connect names rank {command.rank} of {command.world_size}, epoch {command.epoch}; this engine is "
+            f"rank {config.rank} of {config.world_size}, epoch {config.epoch}.",
+        )
+    reporter.enter(Phase.CONNECTING)
+    reporter.send(reporter.heartbeat())  # the last one until the group is there, see HeartbeatThread
+    channels = Channels(form_group(command, on_stuck))
+    if config.world_size > 1 and config.rank == 0:
+        channels.plans = publisher = PlanPublisher(config)
+        reporter.reached(Phase.CONNECTED, plan_endpoint=publisher.endpoint)
+    else:
+        reporter.reached(Phase.CONNECTED)
+    return channels
+
+
+def join_plans(config: EngineConfig, channels: Channels, commands: Commands) -> None:
+    """On a follower: go to the leader's plan channel."""
+    if config.rank > 0:
+        channels.plans = PlanReceiver(config, commands.expect(JoinPlans).endpoint)
+
+
+def load(
+    config: EngineConfig, channels: Channels, commands: Commands, reporter: Reporter
+) -> tuple[Load, LoadedShard]:
+    """Read this rank's share of the weights."""
+    command = commands.expect(Load)
+    group, placement = channels.group, command.placement
+    if placement.world_size != config.world_size:
+        raise EngineError(
+            "internal", f"The placement has {placement.world_size} ranks, the mesh has {config.world_size}."
+        )
+    if placement.sharding is Sharding.PIPELINE and group.world_size > 2 and not group.has_neighbour_sends:
+        raise EngineError(
+            "config",
+            f"A pipeline over {group.world_size} ranks needs sends between neighbours, which "
+            f"{group.backend.value} does not offer here. Use `backend: ring` or `sharding: tensor`.",
+        )
+    reporter.enter(Phase.LOADING)
+    limit_bytes = placement.shards[config.rank].memory_limit_bytes
+    if limit_bytes:
+        mx.set_memory_limit(limit_bytes)
+    shard = load_shard(
+        command.model, placement, config.rank, group.exchange, reporter.progress, reporter.entered_layer
+    )
+    reporter.reached(Phase.LOADED, weights_bytes=shard.weights_bytes)
+    return command, shard
+
+
+def warm_up(
+    config: EngineConfig,
+    channels: Channels,
+    command: Load,
+    shard: LoadedShard,
+    commands: Commands,
+    reporter: Reporter,
+) -> Leader | Follower:
+    """Check the exchange over every cut, then take one request through the loop on all ranks."""
+    commands.expect(WarmUp)
+    reporter.enter(Phase.WARMING)
+    group, sharding = channels.group, command.placement.sharding
+    if group.world_size > 1:
+        check_cuts(shard, group.exchange)
+    generation = Generation(
+        shard.model,
+        group.exchange,
+        max_sequences=command.max_sequences,
+        prefill_step_size=command.prefill_step_size or PREFILL_STEP_SIZE[sharding],
+        is_leader=config.rank == 0,
+    )
+    loop = (_leader if config.rank == 0 else _follower)(config, channels, command, generation, reporter)
+    reporter.reached(Phase.READY)
+    return loop
+
+
+def _leader(
+    config: EngineConfig, channels: Channels, command: Load, generation: Generation, reporter: Reporter
+) -> Leader:
+    plans: Any = NoFollowers()
+    plans_ahead = 0
+    if isinstance(channels.plans, PlanPublisher):
+        plans = channels.plans
+        plans.wait_for_followers()
+        plans_ahead = config.world_size - 1 if command.placement.sharding is Sharding.PIPELINE else 1
+    scheduler = Scheduler(
+        config.epoch, max_sequences=command.max_sequences, context_length=command.context_length
+    )
+    leader = Leader(generation, scheduler, plans, reporter, plans_ahead=plans_ahead)
+    leader.warm_up(WARM_UP_REQUEST)
+    return leader
+
+
+def _follower(
+    config: EngineConfig, channels: Channels, command: Load, generation: Generation, reporter: Reporter
+) -> Follower:
+    assert isinstance(channels.plans, PlanReceiver)
+    follower = Follower(generation, channels.plans, reporter)
+    follower.warm_up()
+    return follower

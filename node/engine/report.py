@@ -1,0 +1,146 @@
+"""What an engine tells its agent: phases, failures, and a heartbeat from a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from mlx_mesh.mesh.messages import (
+    EngineFailed,
+    EngineReport,
+    Heartbeat,
+    PhaseReached,
+    Progress,
+)
+from mlx_mesh.mesh.types import Phase
+from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, FailureKind
+from mlx_mesh.node.pipe import BlockingPipe
+
+
+class MemoryReading(msgspec.Struct, frozen=True):
+    """Bytes that MLX holds in this process."""
+
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0
+
+
+def read_memory(mx: Any) -> MemoryReading:
+    """MLX's own counters; safe from any thread."""
+    return MemoryReading(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+
+
+class Reporter:
+    """The engine's voice, and the counters that a heartbeat shows.
+
+    The counters are plain attributes: the main thread writes them, the heartbeat thread reads them, and a
+    reading that is one step old does no harm. Any send ends the process when the agent is gone.
+    """
+
+    def __init__(self, pipe: BlockingPipe[Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._pipe = pipe
+        self._clock = clock
+        self._phase_began = clock()
+        self.phase = Phase.STARTING
+        self.step = 0
+        self.layer = 0
+        self.busy_since: float | None = None
+        self.num_sequences = 0
+        self.num_waiting = 0
+        self.read_memory: Callable[[], MemoryReading] = MemoryReading
+
+    def send(self, report: EngineReport) -> None:
+        """Hand one report to the agent."""
+        try:
+            self._pipe.send(report)
+        except OSError:
+            os._exit(EXIT_AGENT_GONE)
+
+    def enter(self, phase: Phase) -> None:
+        """A phase begins; the next PhaseReached counts its seconds from here."""
+        self.phase = phase
+        self._phase_began = self._clock()
+
+    def reached(
+        self, phase: Phase, *, plan_endpoint: str = "", weights_bytes: int = 0, detail: str = ""
+    ) -> None:
+        """A phase is done."""
+        self.phase = phase
+        self.send(
+            PhaseReached(
+                phase=phase,
+                seconds=self._clock() - self._phase_began,
+                plan_endpoint=plan_endpoint,
+                weights_bytes=weights_bytes,
+                detail=detail,
+            )
+        )
+
+    def progress(self, done: int, total: int) -> None:
+        """Loading went on."""
+        self.layer = done
+        self.send(Progress(phase=self.phase, done=done, total=total))
+
+    def entered_layer(self, layer: int) -> None:
+        """A layer's forward was entered."""
+        self.layer = layer
+
+    def begin_step(self) -> None:
+        self.busy_since = self._clock()
+
+    def end_step(self, step: int, num_sequences: int, num_waiting: int) -> None:
+        self.busy_since = None
+        self.step = step
+        self.num_sequences = num_sequences
+        self.num_waiting = num_waiting
+
+    def failed(self, kind: FailureKind, message: str) -> None:
+        """The last report."""
+        self.send(EngineFailed(phase=self.phase, kind=kind, message=message))
+        self.phase = Phase.FAILED
+
+    def heartbeat(self) -> Heartbeat:
+        """A reading of the counters."""
+        since = self.busy_since
+        memory = self.read_memory()
+        return Heartbeat(
+            phase=self.phase,
+            step=self.step,
+            layer=self.layer,
+            busy=since is not None,
+            busy_s=0.0 if since is None else self._clock() - since,
+            num_sequences=self.num_sequences,
+            num_waiting=self.num_waiting,
+            memory_bytes=memory.active_bytes,
+            peak_memory_bytes=memory.peak_bytes,
+            cache_bytes=memory.cache_bytes,
+        )
+
+
+class HeartbeatThread:
+    """Sends a heartbeat each interval until stopped.
+
+    No heartbeat comes while `mx.distributed.init` runs: it holds the GIL for as long as it waits for peers.
+    """
+
+    def __init__(self, reporter: Reporter, interval_s: float) -> None:
+        self._reporter = reporter
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._reporter.send(self._reporter.heartbeat())
