@@ -43,6 +43,7 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int  # the model's maximum; 0 = unknown
     vocab_size: int
     tensor: TensorFootprint
+    every_stage_bytes: int = 0  # part of embedding_bytes that all stages read (per-layer inputs)
 
     @property
     def weights_bytes(self) -> int:

@@ -105,7 +105,7 @@ def plan_pipeline(trace: ModelTrace, placement: Placement) -> PipelinePlan:
             missing = [ref for ref in refs if ref not in have[sender]]
             if missing or (sender - owner) % num_ranks not in (1, num_ranks - 1):
                 raise PlacementError(
-                    f"What layer {trace.calls[position].layer} needs cannot get from rank {sender} to {owner}."
+                    f"What layer {trace.calls[position].layer} needs cannot go from rank {sender} to {owner}."
                 )
             transfers.append(Transfer(position, sender, owner, refs))
             have[owner].update(refs)
@@ -259,9 +259,9 @@ def check_transfers(plan: PipelinePlan, exchange: Exchange) -> None:
             for got, want in zip(arrived, wanted, strict=True):
                 if not bool(mx.array_equal(got, _pattern(*want, transfer.sender)).item()):
                     raise BringUpError(
-                        f"Rank {exchange.rank} received wrong values of shape {want[0]} from rank {transfer.sender} "
-                        "in the check before serving. The data link between them mixes up messages: start the "
-                        "mesh again, and if it happens again choose another backend or link."
+                        f"Rank {exchange.rank} received wrong values of shape {want[0]} from rank "
+                        f"{transfer.sender} in the check before serving. The data link between them mixes up "
+                        "messages: start the mesh again, and if it happens again choose another backend."
                     )
 
 
@@ -274,9 +274,9 @@ def check_sums(exchange: Exchange) -> None:
         mx.eval(got)
         if not bool(mx.array_equal(got, want).item()):
             raise BringUpError(
-                f"Rank {exchange.rank} got a wrong sum over ranks 0 to {exchange.world_size - 1} for shape {shape} "
+                f"Rank {exchange.rank} got a wrong sum over all {exchange.world_size} ranks for shape {shape} "
                 "in the check before serving. Start the mesh again, and if it happens again choose another "
-                "backend or link."
+                "backend."
             )
 
 

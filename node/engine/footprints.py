@@ -1,0 +1,169 @@
+"""Measure a lazily built model: bytes per layer, KV cache, legal cuts and divisible units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mlx.utils import tree_flatten
+
+from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
+from mlx_mesh.node.engine.loader import LazyModel
+from mlx_mesh.node.engine.rules import Unit, propose
+from mlx_mesh.node.engine.tensor import bytes_of_share
+from mlx_mesh.node.engine.trace import TAIL, CacheSize, ModelTrace, TraceError, trace_model
+
+_CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
+
+
+def measure(lazy: LazyModel, model_digest: str) -> ModelFootprint:
+    """The footprint of a model. One that cannot be traced has no legal cut, and the reason says why."""
+    layers = lazy.layers
+    try:
+        trace: ModelTrace | None = trace_model(lazy.model)
+        untraced = ""
+    except TraceError as error:
+        trace, untraced = None, str(error)
+    sizes = _Sizes()
+    layer_bytes = [sizes.take(array for _, array in tree_flatten(layer.parameters())) for layer in layers]
+    outside = dict(tree_flatten(lazy.model.parameters()))
+    if trace is None:
+        embedding, tied = sizes.take(outside.values()), False
+        head = every_stage = 0
+        caches: tuple[CacheSize, ...] = (CacheSize(0, 0, 0),) * len(layers)
+        cuts, reason, hidden, vocabulary = (), untraced, 0, 0
+    else:
+        calls = range(len(trace.calls))
+        early = set().union(*(trace.parameters[call] for call in calls))
+        every_stage = _bytes(outside, set().union(*(trace.parameters[call] for call in calls if call)))
+        tied = bool(early & trace.parameters[TAIL])
+        embedding = sizes.take(outside[path] for path in early)
+        head = sizes.take(outside[path] for path in trace.parameters[TAIL])
+        caches = trace.caches
+        cuts, reason = _cuts(trace)
+        hidden = max(
+            (
+                sum(trace.shapes[ref].nbytes(1, 1) for ref in trace.crossing(position))
+                for cut in cuts
+                for position in trace.positions_of_cut(cut)
+            ),
+            default=0,
+        )
+        vocabulary = trace.logits_shape[-1] if trace.logits_shape else 0
+    return ModelFootprint(
+        model_type=str(lazy.config["model_type"]),
+        model_digest=model_digest,
+        num_layers=len(layers),
+        layers=tuple(
+            LayerFootprint(
+                weights_bytes=weights,
+                kv_bytes_per_token=cache.bytes_per_token,
+                fixed_state_bytes=cache.fixed_bytes,
+                kv_window=cache.window,
+            )
+            for weights, cache in zip(layer_bytes, caches, strict=True)
+        ),
+        embedding_bytes=embedding,
+        head_bytes=head,
+        tied_embedding=tied,
+        every_stage_bytes=every_stage,
+        legal_cuts=cuts,
+        cut_reason=reason,
+        hidden_bytes_per_token=hidden,
+        context_length=_context_length(lazy.config),
+        vocab_size=vocabulary,
+        tensor=_tensor(layers, sum(layer_bytes) + embedding + head),
+    )
+
+
+class _Sizes:
+    """Counts each array once, however many modules share it."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def take(self, arrays: Iterable[Any]) -> int:
+        total = 0
+        for array in arrays:
+            if id(array) not in self._seen:
+                self._seen.add(id(array))
+                total += int(array.nbytes)
+        return total
+
+
+def _bytes(arrays: dict[str, Any], paths: set[str]) -> int:
+    return sum(int(arrays[path].nbytes) for path in paths)
+
+
+def _cuts(trace: ModelTrace) -> tuple[tuple[int, ...], str]:
+    """The legal cuts, and one sentence on the others."""
+    reasons = {cut: trace.why_not(cut) for cut in range(1, trace.num_layers)}
+    legal = tuple(cut for cut, reason in reasons.items() if not reason)
+    forbidden: dict[str, list[int]] = {}
+    for cut, reason in reasons.items():
+        if reason:
+            forbidden.setdefault(reason, []).append(cut)
+    texts = [f"no cut before layer {_spans(cuts)}: {reason}" for reason, cuts in forbidden.items()]
+    return legal, "; ".join(texts)
+
+
+def _spans(numbers: list[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _context_length(config: dict[str, Any]) -> int:
+    for part in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            value = part.get(key) if isinstance(part, dict) else None
+            if isinstance(value, int) and value > 0:
+                return value
+    return 0
+
+
+def _tensor(layers: list[Any], all_bytes: int) -> TensorFootprint:
+    """Units are counted in the layer that has fewest, so that every layer can be divided that far."""
+    proposal = propose(layers)
+    divided = {"attention": 0, "mlp": 0}
+    num_units: dict[str, int] = {}
+    for unit in proposal.units:
+        if unit.num_units < 2:
+            continue
+        divided[unit.kind] += _unit_bytes(layers[unit.layer], unit)
+        num_units[unit.kind] = min(num_units.get(unit.kind, unit.num_units), unit.num_units)
+    reason = ""
+    if not num_units:
+        most = max((unit.num_units for unit in proposal.units), default=0)
+        reason = "no part of its layers has a form that the tensor rules know"
+        if proposal.refusals:
+            reason = f"{reason} ({proposal.refusals[0]})"
+        if most:
+            reason = "its layers have only one KV group and one MLP part each, which cannot be divided"
+    return TensorFootprint(
+        attention_units=num_units.get("attention", 0),
+        attention_bytes=divided["attention"],
+        mlp_units=num_units.get("mlp", 0),
+        mlp_bytes=divided["mlp"],
+        replicated_bytes=all_bytes - divided["attention"] - divided["mlp"],
+        reason=reason,
+        replicated_parts=_short(proposal.refusals),
+    )
+
+
+def _unit_bytes(layer: Any, unit: Unit) -> int:
+    return bytes_of_share(layer, [unit], [1], 0)
+
+
+def _short(refusals: list[str]) -> tuple[str, ...]:
+    """One entry per kind of part: the first layer's, with how many layers have the same."""
+    by_text: dict[str, int] = {}
+    for refusal in refusals:
+        _, _, rest = refusal.split(".", 2)
+        by_text[rest] = by_text.get(rest, 0) + 1
+    return tuple(f"{text} (in {count} layers)" for text, count in by_text.items())
