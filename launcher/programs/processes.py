@@ -1,0 +1,76 @@
+"""Processes by identity: a pid alone may have been given to another program since."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+POLL_S = 0.02  # there is no portable way to wait for a process that is not a child
+
+
+def started(pid: int) -> str:
+    """When `pid` started, as text that is the same for the life of that process; '' when there is none.
+    A zombie counts as gone."""
+    if sys.platform == "linux":
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            return ""
+        return "" if fields[0] == b"Z" else fields[19].decode()
+    done = subprocess.run(
+        ["/bin/ps", "-o", "stat=,lstart=", "-p", str(pid)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={"LC_ALL": "C"},
+        check=False,
+    )
+    state, _, since = done.stdout.decode().strip().partition(" ")
+    return "" if state.startswith("Z") else " ".join(since.split())
+
+
+def end(pid: int, since: str, term_s: float, kill_s: float) -> str:
+    """TERM, wait, KILL, wait. Says what happened: gone, other (the pid is another process now), ended,
+    killed or alive."""
+    now = started(pid)
+    if not now:
+        return "gone"
+    if now != since:
+        return "other"
+    for sig, limit_s, word in ((signal.SIGTERM, term_s, "ended"), (signal.SIGKILL, kill_s, "killed")):
+        if limit_s <= 0:
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sig)
+        if wait_until_gone(pid, since, limit_s):
+            return word
+    return "alive"
+
+
+def wait_until_gone(pid: int, since: str, limit_s: float) -> bool:
+    """False when that process is still there after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while started(pid) == since:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def main(marker: str, request: str) -> None:
+    """`{"do": "identify", "pids": [..]}`, or `{"do": "end", "processes": [[pid, started]..], ...}`."""
+    asked = json.loads(request)
+    if asked["do"] == "identify":
+        answer = {str(pid): started(pid) for pid in asked["pids"]}
+    else:
+        answer = {
+            str(pid): end(pid, since, asked["term_s"], asked["kill_s"]) for pid, since in asked["processes"]
+        }
+    sys.stdout.write(f"\n{marker} {json.dumps(answer)}\n")
+    sys.stdout.flush()
