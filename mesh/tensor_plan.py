@@ -63,7 +63,7 @@ def tensor_obstacle(footprint: ModelFootprint, num_ranks: int) -> str:
         return tensor.reason
     for units, what in ((tensor.attention_units, "KV groups"), (tensor.mlp_units, "MLP units")):
         if 0 < units < num_ranks:
-            choices = {1: "needs at least two of them", 2: "works with 2 ranks"}
+            choices = {1: "needs at least two", 2: "works with 2 ranks", 3: "works with 2 or 3 ranks"}
             works = choices.get(units, f"works with 2 to {units} ranks")
             return f"{units} {what} cannot be divided over {num_ranks} ranks; tensor {works}"
     if not tensor.attention_units and not tensor.mlp_units:
