@@ -31,7 +31,8 @@ def measure(lazy: LazyModel, model_digest: str) -> ModelFootprint:
         embedding, tied = sizes.take(outside.values()), False
         head = every_stage = 0
         caches: tuple[CacheSize, ...] = (CacheSize(0, 0, 0),) * len(layers)
-        cuts, reason, hidden, vocabulary = (), untraced, 0, 0
+        cuts: tuple[int, ...] = ()
+        reason, hidden, vocabulary = untraced, 0, 0
     else:
         calls = range(len(trace.calls))
         early = set().union(*(trace.parameters[call] for call in calls))

@@ -274,8 +274,8 @@ def check_sums(exchange: Exchange) -> None:
         mx.eval(got)
         if not bool(mx.array_equal(got, want).item()):
             raise BringUpError(
-                f"Rank {exchange.rank} got a wrong sum over all {exchange.world_size} ranks for shape {shape} "
-                "in the check before serving. Start the mesh again, and if it happens again choose another "
+                f"Rank {exchange.rank} got a wrong sum over {exchange.world_size} ranks for shape {shape} in "
+                "the check before serving. Start the mesh again, and if it happens again choose another "
                 "backend."
             )
 

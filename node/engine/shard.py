@@ -57,18 +57,28 @@ def load_shard(
     Reads layer by layer; `on_progress(done, total)` after each. `on_layer(i)` is called whenever a local
     layer is entered. Raises SettingsError for an unusable folder, PlacementError for an impossible placement.
     """
-    lazy = open_lazy(model)
-    layers = lazy.layers
-    if len(layers) != placement.num_layers:
+    return shard_model(open_lazy(model), placement, rank, exchange, on_progress, on_layer)
+
+
+def shard_model(
+    lazy: LazyModel,
+    placement: Placement,
+    rank: int,
+    exchange: Exchange,
+    on_progress: OnProgress,
+    on_layer: OnLayer | None = None,
+) -> LoadedShard:
+    """`load_shard` for a model that is already open; the model is changed in place."""
+    if len(lazy.layers) != placement.num_layers:
         raise PlacementError(
-            f"The placement is for {placement.num_layers} layers, {model} has {len(layers)}. "
+            f"The placement is for {placement.num_layers} layers, {lazy.folder} has {len(lazy.layers)}. "
             "The hosts do not have the same model."
         )
     if placement.sharding == Sharding.PIPELINE:
         return _load_stage(lazy, placement, rank, exchange, on_progress, on_layer)
     if placement.sharding == Sharding.TENSOR:
         return _load_slices(lazy, placement, rank, exchange, on_progress, on_layer)
-    return _load_whole(lazy, exchange, on_progress, on_layer)
+    return _load_whole(lazy, on_progress, on_layer)
 
 
 def check_cuts(shard: LoadedShard, exchange: Exchange) -> None:
@@ -102,9 +112,7 @@ class _WholeForward:
         return original(*args, **kwargs)
 
 
-def _load_whole(
-    lazy: LazyModel, exchange: Exchange, on_progress: OnProgress, on_layer: OnLayer | None
-) -> LoadedShard:
+def _load_whole(lazy: LazyModel, on_progress: OnProgress, on_layer: OnLayer | None) -> LoadedShard:
     total = len(lazy.layers) + 1
     loading = _Loading()
     for done, layer in enumerate(lazy.layers, 1):
