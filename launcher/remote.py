@@ -79,8 +79,8 @@ class RemoteHost(Protocol):
     def start(self, words: Sequence[str], on_line: OnLine, on_exit: OnExit) -> RemoteProcess:
         """Start a command with stdin, stdout and stderr connected. Raises HostFault."""
 
-    def connect_to(self, host: str, port: int, timeout_s: float) -> Any:
-        """A connected byte stream with a socket's methods, as seen from that host. Raises OSError."""
+    def connect_to(self, host: str, port: int, timeout_s: float) -> socket.socket:
+        """A stream to an address as that host sees it. Raises OSError."""
 
     def close(self) -> None: ...
 
@@ -164,7 +164,7 @@ class LocalHost:
             raise interpreter_fault(self.name, words[0], f"{error.strerror or error}") from error
         return LocalProcess(popen, on_line, on_exit)
 
-    def connect_to(self, host: str, port: int, timeout_s: float) -> Any:
+    def connect_to(self, host: str, port: int, timeout_s: float) -> socket.socket:
         return socket.create_connection((host, port), timeout=timeout_s)
 
     def close(self) -> None:

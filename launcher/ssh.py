@@ -13,10 +13,9 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import paramiko
 from paramiko.agent import AgentSSH
@@ -118,7 +117,7 @@ class SshHost:
             ) from error
         return SshProcess(self, channel, on_line, on_exit)
 
-    def connect_to(self, host: str, port: int, timeout_s: float) -> Any:
+    def connect_to(self, host: str, port: int, timeout_s: float) -> socket.socket:
         try:
             channel = self._transport.open_channel(
                 "direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=timeout_s
@@ -127,8 +126,13 @@ class SshHost:
             raise ConnectionRefusedError(
                 f"{self.name} cannot reach {host}:{port} for us ({_words(error)})"
             ) from error
-        channel.settimeout(timeout_s)
-        return channel
+        near, far = socket.socketpair()  # a channel has not all methods that http.client wants of a socket
+        near.settimeout(timeout_s)
+        threading.Thread(
+            target=_relay, args=(far.recv, channel.sendall, channel.shutdown_write), daemon=True
+        ).start()
+        threading.Thread(target=_relay, args=(channel.recv, far.sendall, far.close), daemon=True).start()
+        return near
 
     def close(self) -> None:
         self._pinger.stop()
@@ -193,6 +197,17 @@ class SshProcess:
 
     def kill(self) -> None:
         self._channel.close()
+
+
+def _relay(
+    receive: Callable[[int], bytes], send: Callable[[bytes], object], finish: Callable[[], None]
+) -> None:
+    """Pass bytes on until one side ends."""
+    with contextlib.suppress(OSError, EOFError):
+        while data := receive(65536):
+            send(data)
+    with contextlib.suppress(OSError, EOFError):
+        finish()
 
 
 def quote_word(host: str, word: str) -> str:

@@ -35,9 +35,11 @@ def started(pid: int) -> str:
     return "" if state.startswith("Z") else " ".join(since.split())
 
 
-def end(pid: int, since: str, term_s: float, kill_s: float) -> str:
-    """TERM, wait, KILL, wait. Says what happened: gone, other (the pid is another process now), ended,
-    killed or alive."""
+def end(pid: int, since: str, term_s: float, kill_s: float, wait_s: float = 0.0) -> str:
+    """Wait, TERM, wait, KILL, wait. Says what happened: gone, other (the pid is another process now),
+    ended, killed or alive."""
+    if wait_s > 0 and since:
+        wait_until_gone(pid, since, wait_s)
     now = started(pid)
     if not now:
         return "gone"
@@ -70,7 +72,8 @@ def main(marker: str, request: str) -> None:
         answer = {str(pid): started(pid) for pid in asked["pids"]}
     else:
         answer = {
-            str(pid): end(pid, since, asked["term_s"], asked["kill_s"]) for pid, since in asked["processes"]
+            str(pid): end(pid, since, asked["term_s"], asked["kill_s"], asked.get("wait_s", 0.0))
+            for pid, since in asked["processes"]
         }
     sys.stdout.write(f"\n{marker} {json.dumps(answer)}\n")
     sys.stdout.flush()

@@ -14,8 +14,13 @@ SIGN_OF_LIFE_S = 2.0
 
 
 def logs_folder(name: str) -> Path:
-    root = os.environ.get("XDG_STATE_HOME")
-    return (Path(root) if root else Path.home() / ".local" / "state") / "mlx-mesh" / name / "logs"
+    root = os.environ.get("XDG_STATE_HOME", "")
+    return (
+        (Path(root) if Path(root).is_absolute() else Path.home() / ".local" / "state")
+        / "mlx-mesh"
+        / name
+        / "logs"
+    )
 
 
 def files_of(folder: Path, rank: int | None) -> dict[int, Path]:

@@ -1,0 +1,329 @@
+"""`mlx-mesh`: parse, dispatch, print errors, choose the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TextIO, cast
+
+from mlx_mesh import __version__
+from mlx_mesh.launcher.api import Api
+from mlx_mesh.launcher.chat import Chat, ChatSettings, ask_once, converse
+from mlx_mesh.launcher.config import (
+    Flags,
+    LaunchConfig,
+    build_config,
+    local_hostfile,
+    read_api_keys,
+    read_hostfile,
+)
+from mlx_mesh.launcher.console import Console, prefix
+from mlx_mesh.launcher.detach import Outcome, RotatingLog, detach, tell
+from mlx_mesh.launcher.running import api_of, find_folder, read_logs, take_down
+from mlx_mesh.launcher.state import StateFolder, already_running, state_root
+from mlx_mesh.launcher.status import status_lines
+from mlx_mesh.launcher.text import harmless
+from mlx_mesh.launcher.up import dry_run, up
+from mlx_mesh.mesh.errors import ExitCode, HostfileError, MeshError, PreflightError, SettingsError
+from mlx_mesh.mesh.hostfile import MPI_REASON
+from mlx_mesh.mesh.types import Backend, Sharding
+
+Arguments = argparse.Namespace
+EXIT_CODES = "exit status: " + ", ".join(f"{code.value} {code.name.lower()}" for code in ExitCode)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point. Every error is one message on stderr; a traceback only with --debug."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser().parse_args(words)
+    arguments.words = words
+    run = cast("Callable[[Arguments], int]", arguments.run)
+    try:
+        return run(arguments)
+    except MeshError as error:
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"mlx-mesh: {told(error)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # `mlx-mesh logs | head`
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except Exception as error:
+        if arguments.debug:
+            raise
+        print(
+            f"mlx-mesh: this is a fault of mlx-mesh itself: {type(error).__name__}: {error}. Please report it "
+            "with the output of the same command with --debug.",
+            file=sys.stderr,
+        )
+        return ExitCode.FAILED
+
+
+def told(error: MeshError) -> str:
+    """An error's message with its lines indented, under a heading where each line is a fault of its own."""
+    lines = str(error).splitlines()
+    if isinstance(error, PreflightError):
+        lines.insert(0, "not all hosts are ready:")
+    elif isinstance(error, HostfileError):
+        lines.insert(0, "the hostfile cannot be used:")
+    return "\n  ".join(lines)
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def _up(arguments: Arguments) -> int:
+    if (arguments.hostfile is None) == (arguments.sim is None):
+        raise SettingsError(
+            "Give either a hostfile or --sim N, like `mlx-mesh up hosts.yaml` or `mlx-mesh up --sim 2`."
+        )
+    if arguments.sim is not None:
+        if arguments.sim < 1:
+            raise SettingsError(f"--sim {arguments.sim} is out of range; it is the number of local ranks.")
+        hostfile = local_hostfile(arguments.sim, "sim")
+    else:
+        hostfile = read_hostfile(arguments.hostfile)
+    return _bring_up(arguments, build_config(hostfile, _flags(arguments), os.environ))
+
+
+def _serve(arguments: Arguments) -> int:
+    return _bring_up(arguments, build_config(local_hostfile(1, "serve"), _flags(arguments), os.environ))
+
+
+def _bring_up(arguments: Arguments, config: LaunchConfig) -> int:
+    if arguments.dry_run:
+        return dry_run(config, Console())
+    folder = StateFolder(state_root(os.environ), config.name)
+    if arguments.detached_fd is not None:
+        return _detached(arguments.detached_fd, config, folder)
+    if not arguments.detach:
+        return up(config, folder, Console())
+    state = folder.read()
+    if state is not None and state.is_alive:
+        raise already_running(config.name, state)
+    outcome = detach(arguments.words, folder, sys.stdout)
+    if outcome.url:
+        print(f"Detached; output goes to {folder.launcher_log}. Stop with `mlx-mesh down {config.name}`.")
+        return ExitCode.OK
+    print(f"mlx-mesh: {outcome.message}", file=sys.stderr)
+    return outcome.exit_code or ExitCode.FAILED
+
+
+def _detached(descriptor: int, config: LaunchConfig, folder: StateFolder) -> int:
+    """The launcher in its own session. Its outcome goes to the waiting one, its output to the log."""
+    os.set_inheritable(descriptor, False)
+    os.chdir("/")
+    log = RotatingLog(folder.launcher_log)
+    is_told = False
+
+    def on_ready(url: str) -> None:
+        nonlocal is_told
+        is_told = True
+        tell(descriptor, Outcome(url=url))
+
+    try:
+        return up(
+            config,
+            folder,
+            Console(cast("TextIO", log), is_terminal=False),
+            log=str(folder.launcher_log),
+            on_ready=on_ready,
+        )
+    except MeshError as error:
+        if is_told:
+            raise
+        tell(descriptor, Outcome(message=told(error), exit_code=error.exit_code))
+        return error.exit_code
+    finally:
+        log.close()
+
+
+def _down(arguments: Arguments) -> int:
+    folder = find_folder(arguments.target, os.environ)
+    done, problems = take_down(folder)
+    for what in done:
+        print(what)
+    for what in problems:
+        print(f"mlx-mesh: {what}", file=sys.stderr)
+    return ExitCode.FAILED if problems else ExitCode.OK
+
+
+def _status(arguments: Arguments) -> int:
+    state = find_folder(arguments.target, os.environ).read_running()
+    if not state.url:
+        if arguments.json:
+            print(
+                json.dumps(
+                    {"status": {"name": state.name, "ready": False, "reason": "starting"}, "ranks": []}
+                )
+            )
+        else:
+            print(f"{state.name}: not ready: starting (launcher pid {state.pid})")
+        return ExitCode.OK
+    with api_of(state, arguments.api_key_file, os.environ) as api:
+        status, nodes = api.get("/v1/cluster/status"), api.get("/v1/cluster/nodes")
+    if arguments.json:
+        print(json.dumps({"url": state.url, "status": status, "ranks": nodes.get("ranks", [])}, indent=1))
+        return ExitCode.OK
+    for line in status_lines(status, nodes):
+        print(line)
+    print(
+        f"\n{state.url}/v1, launcher pid {state.pid}" + (f", its output in {state.log}" if state.log else "")
+    )
+    return ExitCode.OK
+
+
+def _logs(arguments: Arguments) -> int:
+    folder = find_folder(arguments.target, os.environ)
+    state = folder.read_running()
+    num_files, where = 0, ""
+    for item in read_logs(state, arguments.rank, arguments.lines, arguments.follow):
+        if item is None:
+            if arguments.follow and not state.is_alive:
+                break
+        elif "line" in item:
+            line = harmless(str(item["line"]))
+            print(
+                line if prefix(str(item["rank"]), "")[:-1] in line else f"[{item['rank']}] {line}", flush=True
+            )
+        else:
+            num_files, where = int(item["num_files"]), str(item["folder"])
+    if not num_files and not arguments.follow:
+        what = "no log" if arguments.rank is None else f"no log of rank {arguments.rank}"
+        print(f"There is {what} in {where} on {state.hosts[0].name} yet.", file=sys.stderr)
+    return ExitCode.OK
+
+
+def _chat(arguments: Arguments) -> int:
+    settings = ChatSettings(
+        system=arguments.system, max_tokens=arguments.max_tokens, temperature=arguments.temperature
+    )
+    with contextlib.ExitStack() as stack:
+        if arguments.url:
+            keys = read_api_keys(arguments.api_key_file, os.environ)
+            api = Api(arguments.url, keys[0] if keys else "")
+        else:
+            state = find_folder(arguments.target, os.environ).read_running()
+            api = stack.enter_context(api_of(state, arguments.api_key_file, os.environ))
+        chat = Chat(api, settings)
+        if arguments.prompt is not None:
+            ask_once(chat, arguments.prompt, sys.stdout)
+        else:
+            print(f"{api.url}: Ctrl-C stops an answer, Ctrl-D ends.")
+            converse(chat, sys.stdout)
+    return ExitCode.OK
+
+
+# ---------------------------------------------------------------- the words
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-mesh", description="Serve one MLX model over several machines.", epilog=EXIT_CODES
+    )
+    parser.add_argument("--version", action="version", version=f"mlx-mesh {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Arguments], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
+        made.set_defaults(run=run)
+        made.add_argument("--debug", action="store_true", help="show a traceback with an error")
+        return made
+
+    up_parser = command("up", _up, "Bring a mesh up and keep it up until Ctrl-C.")
+    up_parser.add_argument("hostfile", nargs="?", help="hosts.yaml, or a JSON hostfile of mlx.launch")
+    up_parser.add_argument("--sim", type=int, metavar="N", help="N ranks on this machine, without a hostfile")
+    up_parser.add_argument(
+        "--sharding",
+        type=Sharding,
+        choices=[Sharding.AUTO, Sharding.TENSOR, Sharding.PIPELINE],
+        help="default: auto",
+    )
+    up_parser.add_argument("--backend", type=_backend, help="auto, ring, jaccl, jaccl-ring or nccl")
+    _add_launch_flags(up_parser)
+
+    serve = command("serve", _serve, "Serve a model from this machine alone.")
+    _add_launch_flags(serve)
+
+    down = command("down", _down, "Stop a mesh.")
+    status = command("status", _status, "Show a running mesh and its ranks.")
+    logs = command("logs", _logs, "Show what the ranks of a running mesh say.")
+    chat = command("chat", _chat, "Chat with a running mesh.")
+    for made in (down, status, logs, chat):
+        made.add_argument("target", nargs="?", metavar="NAME|hosts.yaml", help="default: the one that runs")
+    for made in (status, chat):
+        made.add_argument(
+            "--api-key-file", metavar="FILE", help="default: MLX_MESH_API_KEY, or what `up` was given"
+        )
+    status.add_argument("--json", action="store_true", help="machine-readable")
+    logs.add_argument("--rank", type=int, metavar="K", help="only this rank")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
+    logs.add_argument(
+        "-n", "--lines", type=int, default=50, metavar="N", help="last lines per rank (default 50)"
+    )
+    chat.add_argument("--url", help="any OpenAI-compatible server, like http://127.0.0.1:18000")
+    chat.add_argument("--prompt", help="ask this once and print the answer")
+    chat.add_argument("--system", default="", help="system message")
+    chat.add_argument("--max-tokens", type=int, metavar="N")
+    chat.add_argument("--temperature", type=float, metavar="T")
+    return parser
+
+
+def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder or hub id; wins over the hostfile's")
+    parser.add_argument("--name", help="name of the mesh, for status, logs and down")
+    parser.add_argument(
+        "--host", help="where HTTP listens on the leader (default 127.0.0.1; others need a key)"
+    )
+    parser.add_argument("--port", type=int, help="default 18000; 0 = a free one")
+    parser.add_argument("--api-key-file", metavar="FILE", help="keys, one a line (or MLX_MESH_API_KEY)")
+    parser.add_argument(
+        "--served-model-name", action="append", default=[], metavar="NAME", help="may be repeated"
+    )
+    parser.add_argument("--max-sequences", type=int, metavar="N", help="decoded together (default 32)")
+    parser.add_argument(
+        "--context", type=int, metavar="TOKENS", help="longest context to plan for and to serve"
+    )
+    parser.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
+    parser.add_argument("--detach", action="store_true", help="return when ready; `down` stops it")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the hosts, show the plan, start nothing"
+    )
+    parser.add_argument("--detached-fd", type=int, help=argparse.SUPPRESS)
+
+
+def _backend(text: str) -> Backend:
+    if text == "mpi":
+        raise argparse.ArgumentTypeError(MPI_REASON)
+    if text == Backend.NONE:
+        raise argparse.ArgumentTypeError("none is what one rank has by itself; use auto")
+    try:
+        return Backend(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not known; use auto, ring, jaccl, jaccl-ring or nccl"
+        ) from None
+
+
+def _flags(arguments: Arguments) -> Flags:
+    return Flags(
+        model=arguments.model,
+        name=arguments.name,
+        sharding=getattr(arguments, "sharding", None),
+        backend=getattr(arguments, "backend", None),
+        host=arguments.host,
+        port=arguments.port,
+        api_key_file=arguments.api_key_file,
+        served_model_names=tuple(arguments.served_model_name),
+        max_sequences=arguments.max_sequences,
+        context=arguments.context,
+        ssh_config=arguments.ssh_config,
+    )

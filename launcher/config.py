@@ -1,0 +1,208 @@
+"""What one `mlx-mesh up` runs: the hostfile, the flags and the environment, checked and frozen."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mlx_mesh.mesh.errors import HostfileError, SettingsError
+from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, parse_hostfile
+from mlx_mesh.mesh.hostfile_fields import check_name
+from mlx_mesh.mesh.messages import Deadlines, MeshConfig
+from mlx_mesh.mesh.types import Backend, Sharding
+
+API_KEY_VARIABLE = "MLX_MESH_API_KEY"
+MIN_KEY_CHARACTERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """What the command line says; None and () = not given."""
+
+    model: str | None = None
+    name: str | None = None
+    sharding: Sharding | None = None
+    backend: Backend | None = None
+    host: str | None = None
+    port: int | None = None
+    api_key_file: str | None = None
+    served_model_names: tuple[str, ...] = ()
+    max_sequences: int | None = None
+    context: int | None = None
+    ssh_config: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """One mesh to bring up. Built once."""
+
+    name: str
+    model: str
+    hosts: tuple[HostEntry, ...]  # the first one leads
+    hostfile: str = ""
+    sharding: Sharding = Sharding.AUTO
+    backend: Backend = Backend.AUTO
+    serve_host: str = "127.0.0.1"
+    serve_port: int = DEFAULT_PORT
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: str = ""
+    served_model_names: tuple[str, ...] = ()
+    max_sequences: int = 32
+    context_length: int = 0  # 0 = the model's
+    ssh_config: str = ""  # '' = ~/.ssh/config
+    notes: tuple[str, ...] = ()
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+
+def plan_size(config: LaunchConfig) -> tuple[int, int]:
+    """Memory is planned for sequences of so many tokens, and so many of them."""
+    default = MeshConfig(name="", hosts=())
+    return (
+        config.context_length or default.plan_context,
+        min(default.plan_sequences, config.max_sequences),
+    )
+
+
+def read_hostfile(path: str) -> Hostfile:
+    """The checked hostfile at `path`. Raises HostfileError."""
+    try:
+        text = Path(path).expanduser().read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise HostfileError(f"{path}:1: not UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        raise HostfileError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    return parse_hostfile(text, path)
+
+
+def local_hostfile(num_slots: int, name: str) -> Hostfile:
+    """A hostfile of this machine alone, for `up --sim N` and `serve`."""
+    return Hostfile(source="", name=name, hosts=(HostEntry(name="local", slots=num_slots),))
+
+
+def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str]) -> LaunchConfig:
+    """Flags win over the file. Raises SettingsError."""
+    model = flags.model or hostfile.model
+    if not model:
+        raise SettingsError(
+            "No model is named. Give --model with a folder or a hub id"
+            + (f", or add `model:` to {hostfile.source}." if hostfile.source else ".")
+        )
+    if flags.max_sequences is not None and flags.max_sequences < 1:
+        raise SettingsError(f"--max-sequences {flags.max_sequences} is out of range; it must be at least 1.")
+    if flags.context is not None and flags.context < 1:
+        raise SettingsError(f"--context {flags.context} is out of range; it must be at least 1 token.")
+    if flags.port is not None and not 0 <= flags.port <= 65535:
+        raise SettingsError(f"--port {flags.port} is out of range; it must be 0 (a free one) to 65535.")
+    serve_host = flags.host if flags.host is not None else hostfile.serve_host
+    api_keys = read_api_keys(flags.api_key_file, environment)
+    if not is_loopback(serve_host) and not api_keys:
+        raise SettingsError(
+            f"Serving on {serve_host} lets other machines in, and there is no API key. Make one with "
+            '`python3 -c "import secrets; print(secrets.token_urlsafe(32))" > key.txt` and add '
+            f"--api-key-file key.txt (or set {API_KEY_VARIABLE}), or serve on 127.0.0.1."
+        )
+    name = flags.name or hostfile.name
+    for problem in check_name(name):
+        raise SettingsError(f"The mesh name {name!r} {problem}.")
+    base = Path.cwd() if flags.model else Path(hostfile.source or ".").expanduser().resolve().parent
+    return LaunchConfig(
+        name=name,
+        model=anchor_model(model, base),
+        hosts=tuple(replace(host, models=_anchor(host)) for host in hostfile.hosts),
+        hostfile=str(Path(hostfile.source).expanduser().resolve()) if hostfile.source else "",
+        sharding=flags.sharding or hostfile.sharding,
+        backend=flags.backend or hostfile.backend,
+        serve_host=serve_host,
+        serve_port=flags.port if flags.port is not None else hostfile.serve_port,
+        api_keys=api_keys,
+        api_key_file=str(Path(flags.api_key_file).expanduser().resolve()) if flags.api_key_file else "",
+        served_model_names=flags.served_model_names,
+        max_sequences=flags.max_sequences or 32,
+        context_length=flags.context or 0,
+        ssh_config=str(Path(flags.ssh_config).expanduser().resolve()) if flags.ssh_config else "",
+        notes=hostfile.notes,
+    )
+
+
+def read_api_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys of a file, one a line, or the one of the environment; () = none. Raises SettingsError."""
+    if path is None:
+        keys = [environment.get(API_KEY_VARIABLE, "").strip()]
+        source = API_KEY_VARIABLE
+        if not keys[0]:
+            return ()
+    else:
+        source = path
+        try:
+            lines = Path(path).expanduser().read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"The API key file {path} cannot be read ({error}). Check --api-key-file."
+            ) from error
+        keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        if not keys:
+            raise SettingsError(f"The API key file {path} has no key in it. Write one key a line.")
+    for key in keys:
+        if (
+            len(key) < MIN_KEY_CHARACTERS
+            or not key.isascii()
+            or any(character.isspace() for character in key)
+        ):
+            raise SettingsError(
+                f"A key in {source} is shorter than {MIN_KEY_CHARACTERS} characters, or has spaces or "
+                "characters that are not ASCII, which cannot stand in an HTTP header. Use "
+                "`secrets.token_urlsafe(32)`."
+            )
+    return tuple(keys)
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def anchor_model(model: str, base: Path) -> str:
+    """A model that is plainly a relative path becomes absolute; a folder that is there wins over a hub id."""
+    if model.startswith(("./", "../")) or model in (".", ".."):
+        return str((base / model).resolve())
+    if not model.startswith(("/", "~")) and (base / model).is_dir():
+        return str((base / model).resolve())
+    return model
+
+
+def model_candidates(model: str, models_folder: str) -> list[str]:
+    """Folders on a host in which the model may be, best first. `~` is that host's home."""
+    if not models_folder:
+        return [] if is_hub_id(model) else [model]
+    folder = models_folder.rstrip("/")
+    last = model.rstrip("/").rpartition("/")[2]
+    if is_hub_id(model):
+        return [f"{folder}/{model}", f"{folder}/{last}"]
+    return [model, f"{folder}/{last}"]
+
+
+def is_hub_id(model: str) -> bool:
+    """Neither an absolute path nor one in a home folder."""
+    return not model.startswith(("/", "~"))
+
+
+def _anchor(host: HostEntry) -> str:
+    """A relative `models` folder means something on this machine only."""
+    if not host.models or host.models.startswith(("/", "~")):
+        return host.models
+    if host.is_local:
+        return str(Path(host.models).resolve())
+    raise SettingsError(
+        f"`models: {host.models}` of host {host.name} is a relative path, which has no meaning "
+        "on another host. Write it with / or ~/ in front."
+    )

@@ -1,0 +1,45 @@
+"""What `status` shows, from /v1/cluster/status and /v1/cluster/nodes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_mesh.launcher.text import table
+from mlx_mesh.mesh.placement import format_bytes
+
+HEADERS = ("rank", "host", "address", "phase", "step", "layers", "weights", "memory", "engine", "heartbeat")
+
+
+def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[str]:
+    """A few words about the mesh, and a row per rank."""
+    model, backend = status.get("model", "?"), status.get("backend", "?")
+    ready = "ready" if status.get("ready") else f"not ready: {status.get('reason') or 'no reason given'}"
+    cause = f" ({status['epoch_cause']})" if status.get("epoch_cause") else ""
+    lines = [
+        f"{status.get('name', '?')}: {ready}",
+        f"  model {model}",
+        f"  world size {status.get('world_size', '?')}, sharding {status.get('sharding', '?')}, "
+        f"backend {backend}, epoch {status.get('epoch', '?')}{cause}",
+        f"  requests: {status.get('num_running', 0)} running, {status.get('num_waiting', 0)} waiting",
+        "",
+    ]
+    return [*lines, *table(HEADERS, [_row(rank) for rank in nodes.get("ranks", [])])]
+
+
+def _row(rank: Mapping[str, Any]) -> list[str]:
+    number = str(rank.get("rank", "?"))
+    user_rank = rank.get("user_rank", rank.get("rank"))
+    beat = rank.get("last_heartbeat_s")
+    return [
+        number if user_rank == rank.get("rank") else f"{number} (RANK {user_rank})",
+        str(rank.get("host", "?")) + (" *" if rank.get("is_leader") else ""),
+        str(rank.get("address", "")) or "-",
+        str(rank.get("phase", "?")),
+        str(rank.get("step", "?")),
+        str(rank.get("layers", "?")),
+        format_bytes(int(rank.get("weights_bytes") or 0)),
+        format_bytes(int(rank.get("memory_bytes") or 0)),
+        str(rank.get("engine_pid", "?")),
+        "-" if beat is None else f"{float(beat):.1f} s",
+    ]

@@ -1,0 +1,170 @@
+"""`up`: preflight, plan, start, ready, run, stop. Three visible parts: bring up, run, bring down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from mlx_mesh.launcher.api import Api
+from mlx_mesh.launcher.config import LaunchConfig, is_loopback
+from mlx_mesh.launcher.console import Console
+from mlx_mesh.launcher.plan import make_plan
+from mlx_mesh.launcher.preflight import ReadyHost, check_hosts, close_all, python_of
+from mlx_mesh.launcher.programs.processes import started
+from mlx_mesh.launcher.running import end_leftovers
+from mlx_mesh.launcher.signals import Interrupted, StopSignals
+from mlx_mesh.launcher.state import AgentProcess, HostAddress, StateFolder, UpState
+from mlx_mesh.launcher.supervisor import Supervisor
+from mlx_mesh.mesh.errors import ExitCode
+from mlx_mesh.mesh.messages import MeshReady
+
+OnReady = Callable[[str], None]
+
+
+def dry_run(config: LaunchConfig, console: Console) -> ExitCode:
+    """Preflight and plan; nothing is started and nothing is written. Raises MeshError."""
+    with StopSignals():
+        hosts = _check(config, console)
+        try:
+            _show_plan(config, hosts, console)
+        finally:
+            close_all(hosts)
+    console.say("Dry run: nothing was started.")
+    return ExitCode.OK
+
+
+def up(
+    config: LaunchConfig,
+    folder: StateFolder,
+    console: Console,
+    *,
+    log: str = "",
+    on_ready: OnReady | None = None,
+) -> ExitCode:
+    """Run the mesh until somebody asks to stop. Raises MeshError when it does not come up or breaks.
+    Nothing is left running in either case, or what could not be ended is named. `log`: where our own output
+    goes when detached."""
+    with StopSignals() as signals:
+        folder.claim()
+        try:
+            return _up(config, folder, console, signals, log, on_ready)
+        finally:
+            folder.release()
+
+
+def _up(
+    config: LaunchConfig,
+    folder: StateFolder,
+    console: Console,
+    signals: StopSignals,
+    log: str,
+    on_ready: OnReady | None,
+) -> ExitCode:
+    for note in end_leftovers(folder):
+        console.warn(note)
+    hosts = _check(config, console)
+    left: list[str] = []
+    try:
+        _show_plan(config, hosts, console)
+        state = _State(folder, config, hosts, log)
+        supervisor = Supervisor(config, hosts, console, state.set_agents)
+        state.begin(supervisor.run_id)
+        signals.hand_to(supervisor.ask_to_stop)
+        try:
+            ready = supervisor.start()
+            if ready is None:
+                raise Interrupted("Stopped before the mesh was ready.")
+            state.set_url(ready.url)
+            _tell_ready(config, hosts, ready, console)
+            if on_ready is not None:
+                on_ready(ready.url)
+            console.say(f"\nStopping ({supervisor.run()}) ...")
+        finally:
+            left = supervisor.stop()
+            for what in left:
+                console.warn(what)
+            if not left:
+                state.end()
+    finally:
+        close_all(hosts)
+    if left:
+        return ExitCode.FAILED
+    console.say(f"Mesh {config.name} is down.")
+    return ExitCode.OK
+
+
+def _check(config: LaunchConfig, console: Console) -> tuple[ReadyHost, ...]:
+    for note in config.notes:
+        console.warn(note)
+    names = ", ".join(host.name for host in config.hosts)
+    console.say(f"Checking {len(config.hosts)} host{'s' if len(config.hosts) > 1 else ''}: {names}")
+    preflight = check_hosts(config)
+    for warning in preflight.warnings:
+        console.warn(warning)
+    return preflight.hosts
+
+
+def _show_plan(config: LaunchConfig, hosts: Sequence[ReadyHost], console: Console) -> None:
+    plan = make_plan(config, hosts)
+    console.plan(plan.placement, plan.rows, config.model, str(config.backend))
+
+
+def _tell_ready(config: LaunchConfig, hosts: Sequence[ReadyHost], ready: MeshReady, console: Console) -> None:
+    leader, hints = hosts[0].entry, []
+    served = Api(ready.url)
+    if not leader.is_local and is_loopback(served.host):
+        hints.append(
+            f"on {leader.name} only; from here: ssh -L {served.port}:127.0.0.1:{served.port} {leader.ssh}"
+        )
+    hints.append(f"mlx-mesh chat {config.name} | mlx-mesh status {config.name} | Ctrl-C stops")
+    count = config.num_ranks
+    console.ready(
+        config.name, served.url, f"{count} rank{'s' if count > 1 else ''}, {ready.seconds:.1f} s", hints
+    )
+
+
+class _State:
+    """up.json of this launcher."""
+
+    def __init__(
+        self, folder: StateFolder, config: LaunchConfig, hosts: Sequence[ReadyHost], log: str
+    ) -> None:
+        self._folder = folder
+        self._state = UpState(
+            name=config.name,
+            run_id="",
+            pid=os.getpid(),
+            started=started(os.getpid()),
+            hostfile=config.hostfile,
+            model=config.model,
+            hosts=tuple(
+                HostAddress(
+                    name=host.entry.name,
+                    ssh=host.entry.ssh,
+                    user=host.entry.user,
+                    python=python_of(host.entry),
+                )
+                for host in hosts
+            ),
+            ssh_config=config.ssh_config,
+            api_key_file=config.api_key_file,
+            log=log,
+        )
+
+    def begin(self, run_id: str) -> None:
+        self._change(run_id=run_id)
+
+    def set_url(self, url: str) -> None:
+        self._change(url=url)
+
+    def set_agents(self, agents: tuple[AgentProcess, ...]) -> None:
+        self._change(agents=agents)
+
+    def end(self) -> None:
+        self._folder.clear()
+
+    def _change(self, **changes: object) -> None:
+        self._state = msgspec.structs.replace(self._state, **changes)
+        self._folder.write(self._state)
