@@ -39,10 +39,9 @@ def main() -> None:
         print(f"demo: {error}", file=sys.stderr)
         server.stop()
         sys.exit(1)
-    except KeyboardInterrupt:  # the terminal told `mlx-mesh up` too
-        pass
-    status = server.stop()
-    if arguments.once and status != 0:
+    except KeyboardInterrupt:  # the terminal tells `mlx-mesh up` too
+        sys.exit(server.stop(is_told=True))
+    if status := server.stop():
         sys.exit(f"demo: mlx-mesh up ended with status {status}")
 
 

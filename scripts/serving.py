@@ -59,12 +59,13 @@ class Server:
         except OSError:  # refused, or an HTTP error: not ready
             return False
 
-    def stop(self) -> int:
-        """Ask the child to end as Ctrl-C does and wait; KILL when it takes too long. Returns its status."""
-        if self.process.poll() is None:
+    def stop(self, is_told: bool = False) -> int:
+        """Ask the child to end as Ctrl-C does (unless the terminal has told it) and wait; KILL when it takes
+        too long. Returns its status."""
+        if self.process.poll() is None and not is_told:
             self.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
         if self.process.poll() is None:
             self.process.kill()
         return self.process.wait()
