@@ -58,7 +58,7 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 class Child:
     """One running child process. Make it with `start`, end it with `stop` or `kill`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, on_line: Callable[[str], object]) -> None:
         self.pid = process.pid
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._process = process
@@ -70,7 +70,7 @@ class Child:
     async def start(
         cls,
         command: Sequence[str],
-        on_line: Callable[[str], None],
+        on_line: Callable[[str], object],
         *,
         environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),

@@ -1,0 +1,298 @@
+"""From joined agents to a ready mesh: one barrier after the other, each with its named deadline.
+
+Spawn, connect, load, warm-up. Whatever goes wrong ends the epoch with a Verdict that names rank, host,
+phase and limit; nothing here waits for a single rank without watching all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlx_mesh.mesh.errors import PreflightError
+from mlx_mesh.mesh.membership import Verdict
+from mlx_mesh.mesh.messages import (
+    Connect,
+    CoordinatorMessage,
+    Deadlines,
+    EngineCommand,
+    JoinPlans,
+    Load,
+    ReservePorts,
+    StartEpoch,
+    WarmUp,
+)
+from mlx_mesh.mesh.types import Backend, Phase, Placement, Versions
+from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
+
+_REPORT_S = 1.0
+"""What a rank's own report of a missed deadline may take: its words are better than ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """Everything that the ranks of one epoch are told."""
+
+    epoch: int
+    placement: Placement
+    backend: Backend
+    addresses: dict[str, str]  # host -> IPv4 of its data links
+    model: str
+    max_sequences: int
+    prefill_step_size: int
+    context_length: int
+    is_first: bool  # no epoch was ready before: what misses a deadline now is not tried again
+
+
+class Control(Protocol):
+    """What bring-up needs of the coordinator."""
+
+    roster: Roster
+    deadlines: Deadlines
+
+    def send(self, member: Member, message: CoordinatorMessage) -> None: ...
+
+    def command(self, rank: int, command: EngineCommand) -> None: ...
+
+    def enter(self, phase: Phase) -> None:
+        """All ranks begin `phase`."""
+        ...
+
+    async def wait(
+        self, done: Callable[[], bool], limit_s: Callable[[], float | None], late: Callable[[], Verdict]
+    ) -> None:
+        """Until `done`; a rank or host that breaks meanwhile, or `limit_s` (left, from now) at 0, ends the
+        epoch."""
+        ...
+
+    def timer(self, seconds: float) -> Callable[[], float | None]:
+        """Seconds left of a limit that starts now."""
+        ...
+
+    def age(self, at: float) -> float: ...
+
+
+async def bring_up(control: Control, plan: EpochPlan) -> None:
+    """Run all phases of one epoch; all ranks are READY when it returns."""
+    await _spawn(control, plan)
+    await _connect(control, plan)
+    await _load(control, plan)
+    await _warm_up(control, plan)
+
+
+# ---------------------------------------------------------------- the phases
+
+
+async def _spawn(control: Control, plan: EpochPlan) -> None:
+    """Engine processes start and say what they imported."""
+    control.enter(Phase.STARTING)
+    for seat, member in list(control.roster.members()):
+        control.send(
+            member,
+            StartEpoch(epoch=plan.epoch, ranks=seat.ranks, address=plan.addresses[seat.host]),
+        )
+    ranks = control.roster.ranks
+    await _barrier(
+        control,
+        plan,
+        lambda record: record.hello is not None,
+        "its engine has not finished importing",
+        "spawn_s",
+        control.deadlines.spawn_s,
+        Phase.STARTING,
+    )
+    loaded = {
+        f"rank {r.rank} on {control.roster.host_of(r.rank)}": r.hello.versions
+        for r in ranks
+        if r.hello is not None
+    }
+    if table := version_differences(loaded):
+        raise PreflightError(f"the engines loaded different versions:\n{table}")
+
+
+async def _connect(control: Control, plan: EpochPlan) -> None:
+    """Data ports, then the data group with its checked collective, then the plan channel."""
+    control.enter(Phase.CONNECTING)
+    addresses, coordinator = (), ""
+    if plan.backend is not Backend.NONE:
+        addresses = await _reserve_ports(control, plan)
+        if plan.backend is not Backend.RING:
+            coordinator = addresses[0][0]
+    for record in control.roster.ranks:
+        control.command(
+            record.rank,
+            Connect(
+                epoch=plan.epoch,
+                rank=record.rank,
+                world_size=plan.placement.world_size,
+                backend=plan.backend,
+                addresses=addresses,
+                coordinator=coordinator,
+                rdma=_rdma(control.roster),
+                deadline_s=control.deadlines.connect_s,
+            ),
+        )
+    await _barrier(
+        control,
+        plan,
+        lambda record: Phase.CONNECTED in record.reached,
+        "not in the data group",
+        "connect_s",
+        control.deadlines.connect_s + _REPORT_S,
+        Phase.CONNECTING,
+    )
+    endpoint = control.roster.ranks[0].reached[Phase.CONNECTED].plan_endpoint
+    for record in control.roster.ranks[1:]:
+        control.command(record.rank, JoinPlans(endpoint=endpoint))
+
+
+async def _reserve_ports(control: Control, plan: EpochPlan) -> tuple[tuple[str, ...], ...]:
+    """ "ip:port"s by rank."""
+    members = list(control.roster.members())
+    for _, member in members:
+        control.send(member, ReservePorts(epoch=plan.epoch, num_per_rank=1))
+
+    def late() -> Verdict:
+        seat = next(seat for seat, member in members if member.ports is None)
+        limit = control.deadlines.connect_s
+        return _host_verdict(seat, f"no data ports were reserved within connect_s = {limit:g} s")
+
+    await control.wait(
+        lambda: all(member.ports is not None for _, member in members),
+        control.timer(control.deadlines.connect_s),
+        late,
+    )
+    by_rank: dict[int, tuple[str, ...]] = {}
+    for seat, member in members:
+        assert member.ports is not None
+        if member.ports.error:
+            raise PreflightError(f"host {seat.host}: {member.ports.error}")
+        by_rank |= member.ports.addresses
+    return tuple(by_rank[record.rank] for record in control.roster.ranks)
+
+
+async def _load(control: Control, plan: EpochPlan) -> None:
+    """Each rank reads its share; the limit is on silence, not on the whole."""
+    control.enter(Phase.LOADING)
+    for record in control.roster.ranks:
+        control.command(
+            record.rank,
+            Load(
+                model=plan.model,
+                placement=plan.placement,
+                max_sequences=plan.max_sequences,
+                prefill_step_size=plan.prefill_step_size,
+                context_length=plan.context_length,
+            ),
+        )
+    limit = control.deadlines.load_stall_s
+
+    def loading() -> list[RankRecord]:
+        return [record for record in control.roster.ranks if Phase.LOADED not in record.reached]
+
+    def left() -> float:
+        return min((limit - control.age(record.moved_at) for record in loading()), default=limit)
+
+    def late() -> Verdict:
+        record = max(loading(), key=lambda r: control.age(r.moved_at))
+        progress = record.progress
+        how_far = f"{progress.done} of {progress.total} layers" if progress else "no layer yet"
+        return Verdict(
+            record.rank,
+            control.roster.host_of(record.rank),
+            Phase.LOADING,
+            f"no progress for load_stall_s = {limit:g} s ({how_far})",
+            retryable=not plan.is_first,
+        )
+
+    await control.wait(lambda: not loading(), left, late)
+
+
+async def _warm_up(control: Control, plan: EpochPlan) -> None:
+    """Every cut is checked and one token goes through all ranks."""
+    control.enter(Phase.WARMING)
+    for record in control.roster.ranks:
+        control.command(record.rank, WarmUp())
+    await _barrier(
+        control,
+        plan,
+        lambda record: Phase.READY in record.reached,
+        "the cut check and the first token are not done",
+        "warmup_s",
+        control.deadlines.warmup_s,
+        Phase.WARMING,
+    )
+
+
+# ---------------------------------------------------------------- what they share
+
+
+async def _barrier(
+    control: Control,
+    plan: EpochPlan,
+    arrived: Callable[[RankRecord], bool],
+    what: str,
+    limit_name: str,
+    limit_s: float,
+    phase: Phase,
+) -> None:
+    """Until all ranks have arrived. Only a connection is worth another try at the first bring-up: its ports
+    may have been somebody else's."""
+
+    def missing() -> list[RankRecord]:
+        return [record for record in control.roster.ranks if not arrived(record)]
+
+    def late() -> Verdict:
+        record, *others = missing()
+        also = "".join(f", nor on rank {r.rank} ({control.roster.host_of(r.rank)})" for r in others)
+        return Verdict(
+            record.rank,
+            control.roster.host_of(record.rank),
+            phase,
+            f"{what} within {limit_name} = {limit_s:g} s{also}",
+            retryable=phase is Phase.CONNECTING or not plan.is_first,
+        )
+
+    await control.wait(lambda: not missing(), control.timer(limit_s), late)
+
+
+def _host_verdict(seat: Seat, evidence: str) -> Verdict:
+    return Verdict(None, seat.host, Phase.CONNECTING, evidence)
+
+
+def _rdma(roster: Roster) -> tuple[tuple[str | None, ...], ...]:
+    rows = tuple(seat.plan.rdma for seat in roster.seats for _ in seat.ranks)
+    return rows if any(rows) else ()
+
+
+def choose_backend(asked: Backend, world_size: int) -> Backend:
+    """The ring is what every MLX has; one rank has no data group."""
+    if world_size == 1:
+        return Backend.NONE
+    return Backend.RING if asked in (Backend.AUTO, Backend.NONE) else asked
+
+
+def version_differences(versions: dict[str, Versions]) -> str:
+    """A table of what differs, '' when nothing does. Python's version may differ: nothing pickled crosses."""
+    columns = ("mlx_mesh", "mlx", "mlx_lm", "protocol")
+    different = [
+        name for name in columns if len({getattr(version, name) for version in versions.values()}) > 1
+    ]
+    if not different:
+        return ""
+    rows = [["", *different]]
+    rows += [
+        [who, *(str(getattr(version, name)) or "-" for name in different)]
+        for who, version in versions.items()
+    ]
+    return table(rows)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,199 @@
+"""Between the proxy and the leader's engine: who may ask, what is open, and what survives an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlx_mesh.mesh.messages import (
+    Cancel,
+    Chunk,
+    Drain,
+    EngineCommand,
+    Failed,
+    GenerateRequest,
+    MeshStatus,
+    ProxyEvent,
+    ProxyReady,
+    ProxyRequest,
+    Readiness,
+    RequestFailed,
+    StatusQuery,
+    StatusReply,
+    Submit,
+    TokenChunk,
+)
+from mlx_mesh.node.journal import Journal
+
+RETRY_AFTER_S = 5
+
+
+class Desk:
+    """Takes requests from the proxy, keeps their journal, and hands them to whatever engine leads now."""
+
+    def __init__(
+        self,
+        *,
+        send: Callable[[ProxyEvent], None],
+        command: Callable[[EngineCommand], None],
+        status: Callable[[], MeshStatus],
+        now: Callable[[], float],
+        world_size: int,
+        max_open: int,
+        request_s: float,
+    ) -> None:
+        """`command` goes to the leader's engine; `max_open` bounds running and waiting requests together."""
+        self._send = send
+        self._command = command
+        self._status = status
+        self._now = now
+        self._max_open = max_open
+        self._request_s = request_s
+        self._owed_since: float | None = None
+        self._is_draining = False
+        self._was_ready = False
+        self.journal = Journal()
+        self.readiness = Readiness(
+            ready=False,
+            reason="starting",
+            world_size=world_size,
+            context_length=0,
+            epoch=0,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return self.readiness.ready
+
+    @property
+    def owed_s(self) -> float:
+        """Since when some request waits for tokens of this epoch; 0 = none does."""
+        if not len(self.journal) or self._owed_since is None:
+            return 0.0
+        return max(0.0, self._now() - self._owed_since)
+
+    # ------------------------------------------------------------ epochs
+
+    def open(self, epoch: int, context_length: int) -> int:
+        """All ranks of `epoch` are ready: admit what is open and take new requests. Returns how many were
+        admitted again."""
+        admit, ended = self.journal.admissions()
+        for chunk in ended:
+            self._send(Chunk(chunk=chunk))
+        for request in admit:
+            self._command(Submit(request=request))
+        self._owed_since = self._now()
+        self._was_ready = True
+        self._announce(ready=True, reason="", epoch=epoch, context_length=context_length)
+        return len(admit)
+
+    def pause(self, reason: str) -> None:
+        """No engine leads now. Open requests stay in the journal."""
+        self._announce(
+            ready=False,
+            reason=reason,
+            epoch=self.readiness.epoch,
+            context_length=self.readiness.context_length,
+        )
+
+    def drain(self) -> None:
+        """Take no new request; open ones go on."""
+        self._is_draining = True
+        self._send(Drain())
+
+    def fail_all(self, code: str, message: str, retry_after_s: int = 0) -> int:
+        """End every open request with an error; returns how many there were."""
+        ids = self.journal.drain()
+        for request_id in ids:
+            self._send(Failed(id=request_id, code=code, message=message, retry_after_s=retry_after_s))
+        return len(ids)
+
+    def lost_proxy(self) -> None:
+        """The proxy is gone and its clients with it."""
+        for request_id in self.journal.drain():
+            if self.is_ready:
+                self._command(Cancel(id=request_id))
+
+    def expire(self) -> None:
+        """End requests that are open for too long."""
+        for request_id in self.journal.overdue(self._now(), self._request_s):
+            self.journal.close(request_id)
+            if self.is_ready:
+                self._command(Cancel(id=request_id))
+            message = f"The request was not finished within request_s = {self._request_s:g} s."
+            self._send(Failed(id=request_id, code="timeout", message=message))
+
+    def _announce(self, *, ready: bool, reason: str, epoch: int, context_length: int) -> None:
+        readiness = Readiness(
+            ready=ready,
+            reason=reason,
+            world_size=self.readiness.world_size,
+            context_length=context_length,
+            epoch=epoch,
+        )
+        if readiness != self.readiness:
+            self.readiness = readiness
+            self._send(readiness)
+
+    # ------------------------------------------------------------ the engine's side
+
+    def take(self, chunks: tuple[TokenChunk, ...]) -> bool:
+        """Pass on what a step produced; True when it had tokens (the step was real work)."""
+        for chunk in chunks:
+            if self.journal.record(chunk):
+                self._send(Chunk(chunk=chunk))
+        return any(chunk.token_ids for chunk in chunks)
+
+    def take_failure(self, failed: RequestFailed) -> None:
+        """One request cannot go on; the others do."""
+        if self.journal.close(failed.id):
+            self._send(Failed(id=failed.id, code=failed.code, message=failed.message))
+
+    # ------------------------------------------------------------ the proxy's side
+
+    def hear(self, request: ProxyRequest) -> None:
+        match request:
+            case Submit(request=generate):
+                self._submit(generate)
+            case Cancel(id=request_id):
+                self._cancel(request_id)
+            case StatusQuery(id=query_id):
+                self._send(StatusReply(id=query_id, status=self._status()))
+            case ProxyReady():
+                pass
+
+    def _submit(self, request: GenerateRequest) -> None:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            code, message, retry_after_s = refusal
+            self._send(Failed(id=request.id, code=code, message=message, retry_after_s=retry_after_s))
+            return
+        if not len(self.journal):
+            self._owed_since = self._now()
+        self.journal.open(request, self._now())
+        if self.is_ready:
+            self._command(Submit(request=request))
+
+    def _refusal(self, request: GenerateRequest) -> tuple[str, str, int] | None:
+        """Code, message and seconds to wait, for a request that cannot be taken."""
+        if self._is_draining:
+            return "draining", "The mesh is shutting down.", RETRY_AFTER_S
+        if not self.is_ready and not self._was_ready:
+            return "not_ready", f"The mesh is not ready: {self.readiness.reason}.", RETRY_AFTER_S
+        if request.id in self.journal:
+            return "duplicate_request", f"The request id {request.id} is in use.", 0
+        if len(self.journal) >= self._max_open:
+            return (
+                "queue_full",
+                f"{len(self.journal)} requests are open, as many as this mesh takes. Try again later.",
+                RETRY_AFTER_S,
+            )
+        return None
+
+    def _cancel(self, request_id: str) -> None:
+        if not self.journal.cancel(request_id):
+            return  # it ended meanwhile
+        if self.is_ready:
+            self._command(Cancel(id=request_id))
+        else:
+            self.journal.close(request_id)
+            self._send(Chunk(chunk=TokenChunk(id=request_id, finish_reason="cancelled")))

@@ -1,0 +1,137 @@
+"""The proxy child on the leader: started before anything is loaded, and started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from socket import socket
+
+import msgspec
+
+from mlx_mesh.mesh.errors import BringUpError, ProtocolError
+from mlx_mesh.mesh.messages import ProxyConfig, ProxyEvent, ProxyReady, ProxyRequest
+from mlx_mesh.node.children import Child, child_environment
+from mlx_mesh.node.pipe import AsyncPipe
+from mlx_mesh.node.processes import ProcessId, describe_exit
+
+MAX_SHORT_LIVES = 3
+"""So many proxies in a row that died young mean that the next one would too."""
+
+SHORT_LIFE_S = 10.0
+_RESTART_S = 0.5
+_NUM_LINES = 15
+
+
+class Front:
+    """Keeps one proxy running on the listening socket, and passes its requests on. The socket stays open in
+    this process, so that connections wait in its backlog while a proxy is replaced."""
+
+    def __init__(
+        self,
+        *,
+        program: Sequence[str],
+        config: ProxyConfig,
+        listen: socket,
+        start_s: float,
+        on_request: Callable[[ProxyRequest], None],
+        on_lost: Callable[[str], None],
+        on_line: Callable[[str], None],
+        on_change: Callable[[ProcessId], None],
+    ) -> None:
+        """`start_s`: a proxy must say ProxyReady within; `on_lost`: it ended, with how; its open requests are
+        lost with it."""
+        self._program = tuple(program)
+        self._config = msgspec.structs.replace(config, listen_fd=listen.fileno())
+        self._listen = listen
+        self._start_s = start_s
+        self._on_request = on_request
+        self._on_lost = on_lost
+        self._on_line = on_line
+        self._on_change = on_change
+        self._decoder = msgspec.msgpack.Decoder(ProxyRequest)
+        self._child: Child | None = None
+        self._pipe: AsyncPipe[ProxyRequest] | None = None
+        self._greeting: Callable[[], ProxyEvent] | None = None
+        self._is_stopping = False
+        self.is_ready = False
+        """A proxy accepts connections now."""
+
+    def greet_with(self, greeting: Callable[[], ProxyEvent]) -> None:
+        """What every new proxy hears first."""
+        self._greeting = greeting
+
+    def send(self, event: ProxyEvent) -> None:
+        """To the proxy, if there is one."""
+        if self._pipe is not None:
+            self._pipe.send(event)
+
+    async def run(self) -> None:
+        """Until `stop`. Raises BringUpError when proxies keep dying at once."""
+        num_short_lives = 0
+        loop = asyncio.get_running_loop()
+        while not self._is_stopping:
+            born = loop.time()
+            how = await self._live_once()
+            if self._is_stopping:
+                return
+            num_short_lives = num_short_lives + 1 if loop.time() - born < SHORT_LIFE_S else 0
+            self._on_lost(how)
+            if num_short_lives >= MAX_SHORT_LIVES:
+                lines = "\n  ".join(self._last_lines())
+                raise BringUpError(
+                    f"the HTTP proxy {how}, {num_short_lives} times in a row. Its last lines:\n  {lines}"
+                )
+            await asyncio.sleep(_RESTART_S)
+
+    async def _live_once(self) -> str:
+        """One proxy's life; returns how it ended, in words."""
+        try:
+            child, sock = await Child.start(
+                self._program,
+                self._on_line,
+                environment=child_environment(),
+                pass_fds=(self._listen.fileno(),),
+            )
+        except OSError as error:
+            return f"cannot be started: {error}"
+        self._child = child
+        pipe = await AsyncPipe.open(sock, self._decoder)
+        self._on_change(child.identity)
+        pipe.send(self._config)
+        if self._greeting is not None:
+            pipe.send(self._greeting())
+        self._pipe = pipe
+        problem = ""
+        try:
+            problem = await self._listen_to(pipe)
+        finally:
+            self.is_ready = False
+            self._pipe = None
+            await pipe.close()
+        # Without its pipe it serves nobody.
+        code = await (child.kill() if problem else child.stop(_RESTART_S))
+        return problem or describe_exit(code)
+
+    async def _listen_to(self, pipe: AsyncPipe[ProxyRequest]) -> str:
+        """Pass requests on until the end; returns why it must be killed, '' when it ended by itself."""
+        try:
+            async with asyncio.timeout(self._start_s) as until_ready:
+                while (request := await pipe.receive()) is not None:
+                    if isinstance(request, ProxyReady):
+                        self.is_ready = True
+                        until_ready.reschedule(None)
+                    self._on_request(request)
+        except TimeoutError:
+            return f"did not accept connections within {self._start_s:g} s (spawn_s)"
+        except ProtocolError as error:
+            return f"sent nonsense ({error})"
+        return ""
+
+    def _last_lines(self) -> list[str]:
+        return list(self._child.last_lines)[-_NUM_LINES:] if self._child is not None else []
+
+    async def stop(self, stop_s: float) -> None:
+        """End the proxy: TERM lets it finish its answers."""
+        self._is_stopping = True
+        if self._child is not None:
+            await self._child.stop(stop_s)

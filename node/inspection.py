@@ -1,0 +1,53 @@
+"""Sizes and legal cuts of a model, from a short-lived child that may import MLX."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from mlx_mesh.mesh.errors import PlacementError
+from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.node.children import child_environment
+
+_LAST_LINES = 15
+
+
+async def inspect_model(program: Sequence[str], folder: Path, timeout_s: float) -> ModelFootprint:
+    """Run `program folder` and read ModelFootprint from the last line of its stdout.
+
+    Raises PlacementError with the child's own words when the model cannot be read or split at all.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *program,
+        str(folder),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd="/",
+        env=child_environment(),
+    )
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), timeout_s)
+    except TimeoutError:
+        raise PlacementError(
+            f"reading the sizes of the model in {folder} took longer than {timeout_s:g} s (spawn_s)."
+        ) from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    lines = out.splitlines()
+    if process.returncode == 0 and lines:
+        try:
+            return msgspec.json.decode(lines[-1], type=ModelFootprint)
+        except msgspec.MsgspecError as error:
+            raise PlacementError(f"the sizes of the model in {folder} are not readable: {error}.") from error
+    words = "\n  ".join((err or out).decode("utf-8", "replace").strip().splitlines()[-_LAST_LINES:])
+    raise PlacementError(
+        f"the model in {folder} cannot be inspected (status {process.returncode}):\n  {words}"
+    )

@@ -1,0 +1,76 @@
+"""The live state of a mesh as /v1/cluster/status shows it: a pure function of the coordinator's books."""
+
+from __future__ import annotations
+
+from mlx_mesh.mesh.messages import RankStatus
+from mlx_mesh.mesh.types import Phase, Placement, Shard, Sharding
+from mlx_mesh.node.roster import RankRecord, Roster, Seat
+
+
+def rank_rows(
+    roster: Roster, placement: Placement | None, addresses: dict[str, str], epoch: int, now: float
+) -> tuple[RankStatus, ...]:
+    """One row per rank. What no heartbeat has told yet is 0 or None, never a guess."""
+    return tuple(
+        _row(record, roster.seat_of(record.rank), roster, placement, addresses, epoch, now)
+        for record in roster.ranks
+    )
+
+
+def _row(
+    record: RankRecord,
+    seat: Seat,
+    roster: Roster,
+    placement: Placement | None,
+    addresses: dict[str, str],
+    epoch: int,
+    now: float,
+) -> RankStatus:
+    member = seat.member if seat.is_taken else None
+    beat = record.beat
+    loaded = record.reached.get(Phase.LOADED)
+    return RankStatus(
+        rank=record.rank,
+        user_rank=(record.rank + roster.mesh.server_rank) % roster.world_size,
+        host=seat.host,
+        address=addresses.get(seat.host, member.join.address if member else ""),
+        agent_pid=member.join.agent_pid if member else 0,
+        engine_pid=record.pid if record.exit is None else 0,
+        epoch=epoch,
+        phase=phase_of(record),
+        step=beat.step if beat else 0,
+        layers=describe_layers(placement.sharding, placement.shards[record.rank]) if placement else "",
+        weights_bytes=loaded.weights_bytes if loaded else 0,
+        memory_bytes=beat.memory_bytes if beat else 0,
+        peak_memory_bytes=beat.peak_memory_bytes if beat else 0,
+        last_heartbeat_s=None if record.beat_at is None else round(max(0.0, now - record.beat_at), 3),
+        is_leader=record.rank == 0,
+        chip=member.join.facts.chip if member else "",
+        detail=_detail(record, seat),
+    )
+
+
+def phase_of(record: RankRecord) -> Phase:
+    """A rank that ended or failed is that, whatever it reached before."""
+    if record.failure is not None:
+        return Phase.FAILED
+    return Phase.STOPPED if record.exit is not None else record.phase
+
+
+def describe_layers(sharding: Sharding, shard: Shard) -> str:
+    """ "0-14" of a pipeline stage, "all" else."""
+    return f"{shard.start_layer}-{shard.end_layer - 1}" if sharding is Sharding.PIPELINE else "all"
+
+
+def _detail(record: RankRecord, seat: Seat) -> str:
+    if seat.member is None:
+        return "waiting for its agent"
+    if seat.member.lost:
+        return seat.member.lost
+    if record.failure is not None:
+        return record.failure.message
+    if record.exit is not None:
+        return f"its engine {record.exit_words()}"
+    if record.phase is Phase.LOADING and record.progress is not None:
+        return f"{record.progress.done} of {record.progress.total} layers"
+    return ""
