@@ -203,7 +203,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class Connect(Message, frozen=True):
     """Form the data group. `addresses[r]` is rank r's "ip:port" list (ring); world size 1 has none.
-    The leader also binds its plan channel and reports the endpoint; followers get it in JoinPlans."""
+    The leader also binds its plan channel and reports the endpoint; followers get it in JoinPlans.
+    From here to CONNECTED no heartbeat comes: MLX waits for its peers with the GIL held, so only the connect
+    deadline watches this phase (and only a KILL ends it)."""
 
     epoch: int
     rank: int

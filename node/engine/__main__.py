@@ -1,7 +1,7 @@
 """`python -I -u -m mlx_mesh.node.engine --fd N`: one rank's engine, a child of the host's agent.
 
-N is an inherited socket to the agent: EngineConfig comes first, then commands; reports go back. Its end of file
-ends this process at once. Exit status: 0 after the stop plan, else see failure.EXIT_STATUS.
+N is an inherited socket to the agent: EngineConfig comes first, then commands; reports go back. Its end of
+file ends this process at once. Exit status: 0 after the stop plan, else see failure.EXIT_STATUS.
 SIGUSR1 prints every thread's stack to stderr.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import importlib
 import os
 import platform
 import signal
@@ -76,6 +77,7 @@ def startup(config: EngineConfig, sock: socket.socket, reporter: Reporter) -> En
     commands = Commands(BlockingPipe(sock, msgspec.msgpack.Decoder(EngineCommand)))
     commands.start()
     mx = import_mlx()
+    importlib.import_module("mlx_mesh.node.engine.phases")  # mlx-lm takes seconds: not out of connect's time
     reporter.read_memory = lambda: read_memory(mx)
     reporter.phase = Phase.IMPORTED
     reporter.send(
@@ -93,7 +95,7 @@ def startup(config: EngineConfig, sock: socket.socket, reporter: Reporter) -> En
 
 def run(engine: Engine) -> None:
     """From Connect to the stop plan."""
-    # These import MLX, which must have been found to work first.
+    # Not at the top: these import MLX, which must have been found to work first.
     from mlx_mesh.node.engine import phases
     from mlx_mesh.node.engine.loop import Leader
 
@@ -138,7 +140,7 @@ def read_config(sock: socket.socket) -> EngineConfig:
 
 
 def die_with_parent() -> None:
-    """On Linux have the kernel end this process with the thread that started it, even inside a native call."""
+    """On Linux have the kernel end this process with the thread that started it, even in a native call."""
     if platform.system() != "Linux":
         return
     parent = os.getppid()

@@ -1,4 +1,4 @@
-"""The agent's commands, read by a thread so that the agent's end is noticed while the main thread computes."""
+"""The agent's commands, read by a thread so that the agent's end is noticed while MLX computes."""
 
 from __future__ import annotations
 

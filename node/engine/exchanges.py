@@ -1,8 +1,8 @@
 """The exchanges between ranks over mx.distributed, one for each form that backends offer.
 
-Order is everything: a backend pairs the n-th operation of one rank with the n-th of another, by position only.
-Each operation therefore depends on the ones before it (`mx.depends`), except a receive, which has no input
-to hang a dependency on and is put into its stream at once instead.
+Order is everything: a backend pairs the n-th operation of one rank with the n-th of another, by
+position only. Each operation therefore depends on the ones before it (`mx.depends`), except a receive, which
+has no input to hang a dependency on and is put into its stream at once instead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _GroupExchange:
 
     def broadcast_ids(self, ids: Array | None, num_rows: int, after: list[Array]) -> Array:
         x = mx.zeros((num_rows,), mx.uint32) if ids is None else ids
-        # Without this a follower's zeros would overtake its own forward and meet the leader's forward instead.
+        # Without this a follower's zeros would overtake its own forward and meet the leader's forward.
         (x,) = mx.depends([x], after)
         return self.all_sum(x)
 
@@ -80,8 +80,8 @@ class _GroupExchange:
 
 
 class RingExchange(_GroupExchange):
-    """send and recv between ring neighbours; sums over the ring. Both run on CPU streams of their own, apart from
-    the model's, so that a rank computes its next chunk while the last one is still on the wire."""
+    """send and recv between ring neighbours; sums over the ring. Both run on CPU streams of their own, apart
+    from the model's, so that a rank computes its next chunk while the last one is still on the wire."""
 
     def __init__(self, group: Any) -> None:
         # Receives and sums share a stream: they read from the same socket and must keep their order.
@@ -112,8 +112,8 @@ class CollectiveExchange(_GroupExchange):
     """All-rank sums only, for backends without a usable send: nccl has none on CUDA, and on jaccl consecutive
     sends of different shapes are an open bug (https://github.com/ml-explore/mlx/issues/3149).
 
-    A transfer is a sum to which the receiver adds zeros, so both ranks of a world of two take part by themselves;
-    in a larger world the others would have to know every shape. group.form_group refuses that.
+    A transfer is a sum to which the receiver adds zeros, so both ranks of a world of two take part by
+    themselves; in a larger world the others would have to know every shape. phases.load refuses that.
     """
 
     def __init__(self, group: Any) -> None:

@@ -1,4 +1,4 @@
-"""Why an engine ends by itself: the kind that decides whether another try makes sense, and the exit status."""
+"""Why an engine ends by itself: the kind, by which another try makes sense or not, and the exit status."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From a Connect command to a data group that has proved itself, or an error that says what is wrong.
 
-`mx.distributed.init` waits for its peers without limit, without a handshake and with the GIL held: no thread of
-this process runs meanwhile. The caller's own deadline ends it; a watchdog in C is the last resort.
+`mx.distributed.init` waits for its peers without limit, without a handshake and with the GIL held: no thread
+of this process runs meanwhile. The agent's deadline ends it; a watchdog in C is the last resort.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHECK_S = 10.0
 """The checked collective takes milliseconds; after this a stranger sits at the other end of a connection."""
 
 INIT_GRACE_S = 5.0
-"""How long after Connect.deadline_s an init that still waits ends the process, if nobody has killed it by then."""
+"""How long after Connect.deadline_s an init that still waits ends the process, if nobody has by then."""
 
 _MLX_NAMES = {
     Backend.RING: "ring",

@@ -1,7 +1,7 @@
 """The generation loop of one rank: step plans in, one BatchGenerator step each.
 
-Every rank runs the same generator over its own shard and applies the same plans at the same steps. The generator
-decides by counts and lengths only, so equal plans give equal schedules, and the ranks' collectives meet.
+Every rank runs the same generator over its own shard and applies the same plans at the same steps. The
+generator decides by counts and lengths only, so equal plans give equal schedules and the collectives meet.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class Leader:
         *,
         plans_ahead: int,
     ) -> None:
-        """`plans_ahead`: how many plans the followers get before this rank computes the step in hand. A pipeline
-        needs one for each later stage, so that the first stages go on with the next chunk meanwhile."""
+        """`plans_ahead`: how many plans the followers get before this rank computes the step in hand. A
+        pipeline needs one for each later stage, so that the first ones go on with the next chunk meanwhile."""
         self._generation = generation
         self._scheduler = scheduler
         self._plans = plans

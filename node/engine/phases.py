@@ -1,4 +1,4 @@
-"""The phases of bring-up, one function each: connect, load, warm up. Each ends with its report to the agent."""
+"""The phases of bring-up, one function each: connect, load, warm up. Each reports its end to the agent."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def connect(
     if (command.epoch, command.rank, command.world_size) != (config.epoch, config.rank, config.world_size):
         raise EngineError(
             "internal",
-            f"Connect names rank {command.rank} of {command.world_size}, epoch {command.epoch}; this engine is "
-            f"rank {config.rank} of {config.world_size}, epoch {config.epoch}.",
+            f"Connect names rank {command.rank} of {command.world_size}, epoch {command.epoch}; this engine "
+            f"is rank {config.rank} of {config.world_size}, epoch {config.epoch}.",
         )
     reporter.enter(Phase.CONNECTING)
     reporter.send(reporter.heartbeat())  # the last one until the group is there, see HeartbeatThread

@@ -22,6 +22,9 @@ from mlx_mesh.node.keys import ZAP_DOMAIN, AllowOnlyClientKey, derive_keys, secu
 HELLO_S = 30.0
 """From the leader's first plan until every follower has said hello; they joined before they loaded."""
 
+LAST_WORDS_MS = 200
+"""After the leader is seen to be gone: how long a plan that it sent before may still take to show up."""
+
 _hello_decoder = msgspec.msgpack.Decoder(PlanHello)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 
@@ -54,7 +57,7 @@ class PlanPublisher:
                 f"The leader engine cannot listen on {config.plan_address} for its plan channel: {error}. "
                 "Is that an address of this host?",
             ) from error
-        self.endpoint = self._socket.last_endpoint.decode().rstrip("\0")
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def wait_for_followers(self, deadline_s: float = HELLO_S) -> None:
         """Return when every follower has said hello. Raises EngineError(peer_lost) at the deadline and
@@ -125,18 +128,15 @@ class PlanReceiver:
 
         Raises EngineError(peer_lost) when the leader engine is gone, ProtocolError for anything but the next
         plan of this epoch."""
-        while True:
-            ready = dict(self._poller.poll())
-            if self._socket in ready:
-                frames = self._socket.recv_multipart()
-                plan = check_plan(frames, self._epoch, self._step + 1)
-                self._step = plan.step
-                return plan
-            if self._monitor in ready:
-                recv_monitor_message(self._monitor)
-                raise EngineError(
-                    "peer_lost", f"The leader engine at {self._endpoint} is gone: see the log of rank 0."
-                )
+        ready = dict(self._poller.poll())
+        if self._socket not in ready and not self._socket.poll(LAST_WORDS_MS):
+            recv_monitor_message(self._monitor)
+            raise EngineError(
+                "peer_lost", f"The leader engine at {self._endpoint} is gone: see the log of rank 0."
+            )
+        plan = check_plan(self._socket.recv_multipart(), self._epoch, self._step + 1)
+        self._step = plan.step
+        return plan
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -173,6 +173,6 @@ def check_plan(frames: Sequence[bytes], epoch: int, step: int) -> StepPlan:
         raise ProtocolError(f"Unreadable step plan: {error}") from error
     if plan.epoch != epoch or plan.step != step:
         raise ProtocolError(
-            f"The plan of step {plan.step}, epoch {plan.epoch} came where step {step} of epoch {epoch} is due."
+            f"The plan of step {plan.step}, epoch {plan.epoch} came; step {step} of epoch {epoch} is due."
         )
     return plan

@@ -71,10 +71,10 @@ def filter_logits(logits: Array, *, top_p: float = 1.0, top_k: int = 0, min_p: f
 
 
 def penalise(logits: Array, tokens: Array, num_prompt: int, sampling: SamplingParams) -> Array:
-    """Logits (1, V) after bias and penalties. `tokens` are all tokens so far, the first `num_prompt` the prompt.
+    """Logits (1, V) after bias and penalties. `tokens`: all tokens so far, the prompt's `num_prompt` first.
 
-    Repetition looks at the last `repetition_context_size` tokens, prompt included (mlx-lm's rule); presence and
-    frequency count the tokens generated so far (OpenAI's rule).
+    Repetition looks at the last `repetition_context_size` tokens, prompt included (mlx-lm's rule); presence
+    and frequency count the tokens generated so far (OpenAI's rule).
     """
     if sampling.logit_bias:
         ids = mx.array(list(sampling.logit_bias), mx.uint32)

@@ -1,7 +1,7 @@
 """What the leader does next: which requests wait, which run, what each step plan admits and cancels.
 
-Plain decisions without tensors or clocks of its own. The loop calls, in this order for each step: `next_plan`,
-`applied` when the plan took effect on this rank, `produced` with what the step gave.
+Plain decisions without tensors or clocks of its own. The loop calls, in this order for each step:
+`next_plan`, `applied` when the plan took effect on this rank, `produced` with what the step gave.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Scheduler:
         return left
 
     def _refusal(self, request: GenerateRequest) -> tuple[str, str] | None:
-        """Code and message for a request that no rank may see: a failure inside a step would end all of them."""
+        """Code and message for a request that no rank may see: a failure inside a step would end them all."""
         num_prompt = len(request.prompt_ids)
         if request.id in self._waiting or request.id in self._running:
             return "duplicate_request", f"The request {request.id} is open already."

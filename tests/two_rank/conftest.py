@@ -21,9 +21,7 @@ import pytest
 from mlx_mesh.mesh.messages import (
     Cancel,
     Connect,
-    EngineCommand,
     EngineConfig,
-    EngineFailed,
     EngineHello,
     EngineReport,
     GenerateRequest,
@@ -50,14 +48,16 @@ DEADLINE_S = 60.0  # for everything that a test waits for; a healthy wait takes 
 class EngineProcess:
     """One engine child and what it reported."""
 
-    def __init__(self, config: EngineConfig, python: str = sys.executable) -> None:
+    def __init__(self, config: EngineConfig | None, code: str = "") -> None:
+        """`code` runs instead of the module, with the descriptor as its argument."""
         ours, theirs = socket.socketpair()
+        start = ["-c", code] if code else ["-m", "mlx_mesh.node.engine"]
         environment = dict(os.environ)
         if OPENBLAS.exists():  # MLX's CPU wheel multiplies far slower
             environment |= {"LD_PRELOAD": str(OPENBLAS), "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             self.process = subprocess.Popen(
-                [python, "-I", "-u", "-m", "mlx_mesh.node.engine", "--fd", str(theirs.fileno())],
+                [sys.executable, "-I", "-u", *start, "--fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -65,7 +65,7 @@ class EngineProcess:
                 cwd="/",
                 env=environment,
             )
-        self.rank = config.rank
+        self.rank = config.rank if config is not None else 0
         self.reports: list[EngineReport] = []
         self.output: list[str] = []
         self._socket = ours
@@ -78,10 +78,11 @@ class EngineProcess:
         ]
         for thread in self._threads:
             thread.start()
-        self._pipe.send(config)
+        if config is not None:
+            self._pipe.send(config)
 
-    def send(self, command: EngineCommand) -> None:
-        self._pipe.send(command)
+    def send(self, message: msgspec.Struct) -> None:
+        self._pipe.send(message)
 
     def wait_for(self, find: Callable[[Sequence[EngineReport]], R | None], what: str) -> R:
         """What `find` finds in the reports so far, waiting for it."""
@@ -158,6 +159,23 @@ class Answer:
         return self.finish_reason is not None or self.failure is not None
 
 
+def engine_config(**changes: Any) -> EngineConfig:
+    return EngineConfig(
+        **(
+            {
+                "epoch": 1,
+                "rank": 0,
+                "world_size": 1,
+                "host": "localhost",
+                "secret": secrets.token_hex(32),
+                "plan_address": "127.0.0.1",
+                "heartbeat_interval_s": 0.2,
+            }
+            | changes
+        )
+    )
+
+
 class EngineMesh:
     """The engines of one epoch; used as a context."""
 
@@ -165,17 +183,7 @@ class EngineMesh:
         secret = secrets.token_hex(32)
         self.world_size = world_size
         self.engines = [
-            EngineProcess(
-                EngineConfig(
-                    epoch=1,
-                    rank=rank,
-                    world_size=world_size,
-                    host="localhost",
-                    secret=secret,
-                    plan_address="127.0.0.1",
-                    heartbeat_interval_s=0.2,
-                )
-            )
+            EngineProcess(engine_config(rank=rank, world_size=world_size, secret=secret))
             for rank in range(world_size)
         ]
 
@@ -282,7 +290,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def split(sharding: Sharding, num_layers: int, stages: Sequence[int]) -> Placement:
-    """A placement; `stages` are layers per stage in the model's order (pipeline) or weights by rank (tensor)."""
+    """A placement; `stages`: layers per stage in the model's order (pipeline) or weights by rank (tensor)."""
     if sharding is Sharding.PIPELINE:
         ends = [sum(stages[: i + 1]) for i in range(len(stages))]
         ranges = [(end - size, end) for end, size in zip(ends, stages, strict=True)][::-1]
@@ -317,9 +325,10 @@ class Bench:
 
     mesh: type[EngineMesh] = EngineMesh
     engine: type[EngineProcess] = EngineProcess
+    engine_config: Callable[..., EngineConfig] = engine_config
     split: Callable[..., Placement] = split
     greedy: Callable[..., GenerateRequest] = greedy
-    failed: type[EngineFailed] = EngineFailed
+    free_ports: Callable[[int], list[int]] = free_ports
 
 
 @pytest.fixture

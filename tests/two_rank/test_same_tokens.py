@@ -1,0 +1,144 @@
+"""The same tokens for every way to split a model, alone and in a batch. This is what the engine is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
+from mlx_mesh.mesh.types import Sharding
+
+pytestmark = pytest.mark.two_rank
+
+NUM_LAYERS = 6
+NUM_TOKENS = 64
+SPLITS = {
+    "none": (Sharding.NONE, [1]),
+    "pipeline 2": (Sharding.PIPELINE, [3, 3]),
+    "pipeline 3 uneven": (Sharding.PIPELINE, [1, 3, 2]),
+    "tensor 2": (Sharding.TENSOR, [1, 1]),
+}
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Eight different ones, from 3 to 45 tokens: some are longer than a prefill chunk of 16."""
+    return [tuple((7 * i + 11 * k) % 317 + 3 for k in range(3 + 6 * i)) for i in range(8)]
+
+
+def requests(prefix: str, temperature: float) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            id=f"{prefix}{i}",
+            prompt_ids=prompt,
+            max_tokens=NUM_TOKENS,
+            sampling=SamplingParams(temperature=temperature, top_p=0.95, seed=100 + i),
+        )
+        for i, prompt in enumerate(prompts())
+    ]
+
+
+def answers(mesh: Any, rows: list[GenerateRequest]) -> list[list[int]]:
+    mesh.submit(*rows)
+    return [mesh.answer(row.id).token_ids for row in rows]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path) -> dict[str, list[list[int]]]:
+    """Greedy: what mlx-lm's own generator gives with its own model. Seeded: what the first split gives."""
+    from mlx_lm.generate import BatchGenerator
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(tiny_llama)
+    greedy = []
+    for prompt in prompts():
+        generator = BatchGenerator(model)
+        generator.insert([list(prompt)], max_tokens=[NUM_TOKENS])
+        tokens: list[int] = []
+        while len(tokens) < NUM_TOKENS:
+            tokens += [response.token for response in generator.next()[1]]
+        generator.close()
+        greedy.append(tokens)
+    return {"greedy": greedy, "seeded": []}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_64_tokens_are_the_same_alone_and_in_a_batch_of_8(
+    name: str, bench: Any, tiny_llama: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    sharding, stages = SPLITS[name]
+    with bench.mesh(len(stages)) as mesh:
+        mesh.connect()
+        mesh.load(tiny_llama, bench.split(sharding, NUM_LAYERS, stages), prefill_step_size=16)
+
+        assert answers(mesh, requests("batch ", 0.0)) == expected["greedy"]
+        for row in requests("alone ", 0.0)[::3]:
+            assert answers(mesh, [row]) == [expected["greedy"][int(row.id[-1])]]
+
+        seeded = answers(mesh, requests("seeded batch ", 0.9))
+        expected["seeded"] = expected["seeded"] or seeded
+        assert seeded == expected["seeded"]
+        for row in requests("seeded alone ", 0.9)[::3]:
+            assert answers(mesh, [row]) == [seeded[int(row.id[-1])]]
+        assert seeded != expected["greedy"]
+        assert mesh.stop() == [0] * len(stages)
+
+
+@pytest.mark.parametrize("name", ["none", "pipeline 3 uneven", "tensor 2"])
+def test_late_arrivals_cancels_stops_and_resumed_requests_disturb_nobody(
+    name: str, bench: Any, tiny_llama: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    sharding, stages = SPLITS[name]
+    greedy = expected["greedy"]
+    rows = requests("r", 0.0)
+    with bench.mesh(len(stages)) as mesh:
+        mesh.connect()
+        mesh.load(tiny_llama, bench.split(sharding, NUM_LAYERS, stages), prefill_step_size=16)
+        mesh.submit(rows[0], rows[1], rows[2])
+        mesh.wait_for_tokens("r0", 5)
+        mesh.submit(rows[3], rows[7])  # r7's prefill takes several chunks between the others' steps
+        mesh.cancel("r1")
+        mesh.cancel("r7")
+        mesh.cancel("nobody")
+        stop_at = greedy[4][20]
+        mesh.submit(
+            bench.greedy("stops", rows[4].prompt_ids, NUM_TOKENS, stop_token_ids=(stop_at,)),
+            bench.greedy("resumed", rows[5].prompt_ids, NUM_TOKENS, sent_ids=tuple(greedy[5][:30])),
+            bench.greedy("empty", [], 5),
+            bench.greedy("foreign", [5000], 5),
+            bench.greedy("one", rows[6].prompt_ids, 1),
+        )
+        for number in (0, 2, 3):
+            answer = mesh.answer(f"r{number}")
+            assert (answer.token_ids, answer.finish_reason) == (greedy[number], "length")
+        for number in (1, 7):
+            answer = mesh.answer(f"r{number}")
+            assert answer.finish_reason == "cancelled"
+            assert answer.token_ids == greedy[number][: len(answer.token_ids)]
+            assert len(answer.token_ids) < NUM_TOKENS
+        stopped = mesh.answer("stops")
+        assert stopped.finish_reason == "stop"
+        assert stopped.token_ids == greedy[4][: greedy[4].index(stop_at)]
+        assert mesh.answer("resumed").token_ids == greedy[5][30:]
+        assert mesh.answer("one").token_ids == greedy[6][:1]
+        assert mesh.answer("empty").failure.code == "empty_prompt"
+        assert mesh.answer("foreign").failure.code == "invalid_token"
+        assert answers(mesh, requests("again", 0.0)[1:2]) == [greedy[1]]
+        assert mesh.stop() == [0] * len(stages)
+
+
+def test_logprobs_cross_no_cut_and_are_the_same(bench: Any, tiny_llama: Path) -> None:
+    seen = []
+    for name in ("none", "pipeline 2", "tensor 2"):
+        sharding, stages = SPLITS[name]
+        with bench.mesh(len(stages)) as mesh:
+            mesh.connect()
+            mesh.load(tiny_llama, bench.split(sharding, NUM_LAYERS, stages))
+            mesh.submit(bench.greedy("a", [5, 6, 7], 8, logprobs=3))
+            answer = mesh.answer("a")
+            seen.append([p.logprob for p in answer.logprobs])
+            assert [p.top[0][0] for p in answer.logprobs] == answer.token_ids
+            assert [len(p.top) for p in answer.logprobs] == [3] * 8
+    assert seen[1] == pytest.approx(seen[0], abs=1e-5)
+    assert seen[2] == pytest.approx(seen[0], abs=1e-5)
