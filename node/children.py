@@ -119,6 +119,12 @@ class Child:
         self._output.cancel()
         return code
 
+    async def wait_or_kill(self, within_s: float) -> int:
+        """For a child that is ending by itself: KILL it when it has not ended `within_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), within_s)
+        return await self.kill()
+
     async def stop(self, stop_s: float) -> int:
         """TERM, `stop_s` seconds of patience, KILL; returns when it is gone."""
         self._signal(signal.SIGTERM)

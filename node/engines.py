@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -149,7 +148,7 @@ class Engines:
                 self._report(RankReport(epoch=epoch, rank=engine.rank, report=report))
         except ProtocolError as error:
             problem = str(error)
-        code = await self._exit_code(engine, must_end_s=0.0 if problem else _EXIT_S)
+        code = await engine.child.wait_or_kill(0.0 if problem else _EXIT_S)
         await engine.pipe.close()
         del self._engines[engine.rank]
         self._announce()
@@ -163,11 +162,6 @@ class Engines:
                 last_lines=(*engine.child.last_lines, *((problem,) if problem else ())),
             )
         )
-
-    async def _exit_code(self, engine: _Engine, must_end_s: float) -> int:
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(engine.child.wait(), must_end_s)
-        return await engine.child.kill()
 
     def _announce(self) -> None:
         self._on_change({rank: engine.child.identity for rank, engine in self._engines.items()})

@@ -19,6 +19,7 @@ MAX_SHORT_LIVES = 3
 
 SHORT_LIFE_S = 10.0
 _RESTART_S = 0.5
+_EXIT_S = 2.0
 _NUM_LINES = 15
 
 
@@ -108,8 +109,8 @@ class Front:
             self.is_ready = False
             self._pipe = None
             await pipe.close()
-        # Without its pipe it serves nobody.
-        code = await (child.kill() if problem else child.stop(_RESTART_S))
+        # Without its pipe it serves nobody; one that is stopped on purpose has its time.
+        code = await (child.wait() if self._is_stopping else child.wait_or_kill(_EXIT_S))
         return problem or describe_exit(code)
 
     async def _listen_to(self, pipe: AsyncPipe[ProxyRequest]) -> str:

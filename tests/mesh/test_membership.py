@@ -1,0 +1,190 @@
+"""Verdicts: the right cause, the right name, and no verdict while nothing is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_mesh.mesh.membership import (
+    STABLE_S,
+    AgentView,
+    ObservedClock,
+    RankView,
+    RestartBudget,
+    judge,
+)
+from mlx_mesh.mesh.messages import Deadlines, EngineFailed
+from mlx_mesh.mesh.types import Phase
+
+LIMITS = Deadlines()
+
+
+def rank(number: int, **changes: Any) -> RankView:
+    values: dict[str, Any] = {"phase": Phase.READY, "heartbeat_age_s": 0.3, "agent_beats_since": 0}
+    return RankView(rank=number, host=f"mac{number + 1}", **(values | changes))
+
+
+def agent(number: int, **changes: Any) -> AgentView:
+    values: dict[str, Any] = {"beat_age_s": 0.5}
+    return AgentView(host=f"mac{number + 1}", ranks=(number,), **(values | changes))
+
+
+def failure(kind: Any, phase: Phase = Phase.LOADING) -> EngineFailed:
+    return EngineFailed(phase=phase, kind=kind, message=f"said {kind}")
+
+
+HEALTHY = [agent(0), agent(1)]
+
+
+def test_a_healthy_mesh_gets_no_verdict() -> None:
+    assert judge([rank(0), rank(1)], HEALTHY, LIMITS) is None
+
+
+def test_a_killed_engine_is_named_with_its_signal() -> None:
+    verdict = judge([rank(0), rank(1, exited="was killed by SIGKILL")], HEALTHY, LIMITS)
+    assert verdict is not None and verdict.rank == 1 and verdict.retryable
+    assert str(verdict) == "rank 1 on mac2, phase ready: its engine was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("kind", ["config", "memory", "version"])
+def test_a_deterministic_failure_is_never_retried(kind: str) -> None:
+    verdict = judge([rank(0, failure=failure(kind), exited="ended with status 2"), rank(1)], HEALTHY, LIMITS)
+    assert verdict is not None and not verdict.retryable
+    assert verdict.phase == Phase.LOADING and verdict.evidence == f"said {kind}"
+
+
+@pytest.mark.parametrize("kind", ["bind", "stray_peer", "internal"])
+def test_other_failures_may_be_retried(kind: str) -> None:
+    verdict = judge([rank(0, failure=failure(kind)), rank(1)], HEALTHY, LIMITS)
+    assert verdict is not None and verdict.retryable and verdict.rank == 0
+
+
+def test_a_rank_that_lost_its_peer_is_a_witness_and_not_the_cause() -> None:
+    witness = rank(0, failure=failure("peer_lost"), failure_age_s=0.1, exited="ended with status 4")
+    assert judge([witness, rank(1)], HEALTHY, LIMITS) is None
+    verdict = judge([witness, rank(1, exited="was killed by SIGSEGV")], HEALTHY, LIMITS)
+    assert verdict is not None and verdict.rank == 1
+
+
+def test_a_lost_peer_without_a_better_cause_is_a_broken_link() -> None:
+    witness = rank(0, failure=failure("peer_lost", Phase.READY), failure_age_s=0.6)
+    verdict = judge([witness, rank(1)], HEALTHY, LIMITS)
+    assert verdict is not None and verdict.rank == 0 and "data link broke" in verdict.evidence
+
+
+def test_a_lost_host_explains_its_dead_engine() -> None:
+    ranks = [rank(0), rank(1, exited="was killed by SIGKILL")]
+    verdict = judge(ranks, [agent(0), agent(1, lost="its connection ended")], LIMITS)
+    assert verdict is not None and verdict.rank is None and verdict.host == "mac2"
+    assert str(verdict) == "host mac2, phase ready: its connection ended"
+
+
+def test_a_silent_agent_is_lost_after_heartbeat_timeout_and_not_before() -> None:
+    assert judge([rank(0), rank(1)], [agent(0), agent(1, beat_age_s=14.9)], LIMITS) is None
+    verdict = judge([rank(0), rank(1)], [agent(0), agent(1, beat_age_s=15.1)], LIMITS)
+    assert verdict is not None and verdict.host == "mac2" and "heartbeat_timeout_s" in verdict.evidence
+
+
+def test_a_silent_engine_is_frozen_after_three_seconds() -> None:
+    assert judge([rank(0), rank(1, heartbeat_age_s=2.9, agent_beats_since=2)], HEALTHY, LIMITS) is None
+    verdict = judge([rank(0), rank(1, heartbeat_age_s=3.1, agent_beats_since=3)], HEALTHY, LIMITS)
+    assert verdict is not None and verdict.rank == 1 and "engine_silence_s" in verdict.evidence
+
+
+def test_an_engine_whose_agent_is_late_too_is_not_called_frozen() -> None:
+    """The host slept: its agent's first beat may overtake the engine's."""
+    woken = rank(1, heartbeat_age_s=9.0, agent_beats_since=1)
+    assert judge([rank(0), woken], HEALTHY, LIMITS) is None
+    late = rank(1, heartbeat_age_s=9.0, agent_beats_since=5)
+    assert judge([rank(0), late], [agent(0), agent(1, beat_age_s=6.0)], LIMITS) is None
+
+
+def test_an_engine_without_a_first_heartbeat_is_left_to_the_deadlines_of_bring_up() -> None:
+    assert judge([rank(0), rank(1, heartbeat_age_s=None)], HEALTHY, LIMITS) is None
+
+
+def test_a_stuck_step_names_the_rank_that_got_least_far() -> None:
+    ranks = [
+        rank(0, step=7, layer=30, busy_s=40.0, progress_age_s=40.0),
+        rank(1, step=7, layer=4, busy_s=40.0, progress_age_s=39.0),
+    ]
+    verdict = judge(ranks, HEALTHY, LIMITS)
+    assert verdict is not None and verdict.rank == 1
+    assert "step 7" in verdict.evidence and "layer 4" in verdict.evidence
+
+
+def test_a_long_step_that_moves_through_its_layers_is_not_stuck() -> None:
+    moving = rank(0, step=1, layer=12, busy_s=300.0, progress_age_s=4.0)
+    assert judge([moving, rank(1)], HEALTHY, LIMITS, open_s=300.0) is None
+
+
+def test_open_requests_without_a_step_are_the_leaders_fault() -> None:
+    ranks = [rank(0, progress_age_s=500.0), rank(1, progress_age_s=500.0)]
+    assert judge(ranks, HEALTHY, LIMITS, open_s=1.0) is None
+    verdict = judge(ranks, HEALTHY, LIMITS, open_s=31.0)
+    assert verdict is not None and verdict.rank == 0 and "no step began" in verdict.evidence
+
+
+def test_an_idle_mesh_is_not_stuck_however_long_it_idles() -> None:
+    ranks = [rank(0, progress_age_s=1e6), rank(1, progress_age_s=1e6)]
+    assert judge(ranks, HEALTHY, LIMITS, open_s=0.0) is None
+
+
+# ---------------------------------------------------------------- restart budget
+
+
+def test_the_first_bring_up_has_one_more_try() -> None:
+    budget = RestartBudget(3).epoch_ended("first", completed_step=False, ready_s=0.0)
+    assert not budget.is_exhausted
+    budget = budget.epoch_ended("second", completed_step=False, ready_s=0.0)
+    assert budget.is_exhausted and budget.first_cause == "first"
+
+
+def test_epochs_that_complete_no_step_use_up_the_budget() -> None:
+    budget = RestartBudget(2)
+    for _ in range(2):
+        budget = budget.epoch_ended("crash", completed_step=False, ready_s=1.0)
+        assert not budget.is_exhausted
+    assert budget.epoch_ended("crash", completed_step=False, ready_s=1.0).is_exhausted
+
+
+def test_a_completed_step_starts_the_count_anew() -> None:
+    budget = RestartBudget(1).epoch_ended("a", completed_step=False, ready_s=1.0)
+    budget = budget.epoch_ended("b", completed_step=True, ready_s=1.0)
+    assert (budget.num_failed, budget.first_cause) == (0, "")
+
+
+def test_an_idle_epoch_that_was_ready_for_long_is_no_crash_loop() -> None:
+    budget = RestartBudget(0).epoch_ended("a", completed_step=False, ready_s=STABLE_S + 1)
+    assert not budget.is_exhausted
+
+
+def test_the_next_try_waits_longer_each_time() -> None:
+    budget, delays = RestartBudget(9), []
+    for _ in range(7):
+        budget = budget.epoch_ended("a", completed_step=False, ready_s=1.0)
+        delays.append(budget.delay_s)
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+
+
+# ---------------------------------------------------------------- the observed clock
+
+
+def test_time_that_nobody_observed_does_not_count() -> None:
+    clock = ObservedClock(100.0, 0.25)
+    assert clock.tick(100.25) == 0.0
+    before = clock.read(100.25)
+    assert clock.tick(160.5) == pytest.approx(60.0)  # the machine slept
+    assert clock.read(160.5) - before == pytest.approx(0.25)
+
+
+def test_what_is_read_before_the_late_tick_does_not_count_the_sleep_either() -> None:
+    clock = ObservedClock(100.0, 0.25)
+    assert clock.read(160.0) <= 101.25
+
+
+def test_a_small_lag_is_ordinary_time() -> None:
+    clock = ObservedClock(0.0, 0.25)
+    assert clock.tick(1.0) == 0.0
+    assert clock.read(1.5) == pytest.approx(1.5)
