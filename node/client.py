@@ -1,0 +1,216 @@
+"""The proxy's view of the coordinator: generate, status and live readiness over the socket pair.
+
+asyncio only; no HTTP and no MLX. One `CoordinatorClient` serves every open request of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from collections import deque
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from mlx_mesh.mesh.errors import MeshError, ProtocolError
+from mlx_mesh.mesh.messages import (
+    Cancel,
+    Chunk,
+    Deadlines,
+    Drain,
+    Failed,
+    GenerateRequest,
+    MeshStatus,
+    ProxyConfig,
+    ProxyEvent,
+    ProxyReady,
+    Readiness,
+    StatusQuery,
+    StatusReply,
+    Submit,
+    TokenChunk,
+)
+from mlx_mesh.node.pipe import AsyncPipe, BlockingPipe
+
+CONFIG_DEADLINE_S = 30.0
+"""The agent sends the settings right after it started the proxy."""
+
+STATUS_DEADLINE_S = 5.0
+"""The coordinator answers from memory; more than this means that its loop is stuck."""
+
+REQUEST_MARGIN_S = 30.0
+"""How much longer than `Deadlines.request_s` the client waits for the coordinator to end a request."""
+
+_GONE = "the agent on the leader's host is gone; `mlx-mesh status` says whether the mesh still runs"
+
+
+class GenerationFailed(MeshError):
+    """A request ended with an error; `code` is the OpenAI error code, `retry_after_s` > 0 asks to retry."""
+
+    def __init__(self, message: str, *, code: str, retry_after_s: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class StatusUnavailable(MeshError):
+    """The coordinator did not answer within STATUS_DEADLINE_S."""
+
+
+def read_config(sock: socket.socket) -> ProxyConfig:
+    """The first frame on a fresh socket pair. Raises ProtocolError when it does not come or is not one."""
+    pipe = BlockingPipe(sock, msgspec.msgpack.Decoder(ProxyConfig))
+    sock.settimeout(CONFIG_DEADLINE_S)
+    try:
+        config = pipe.receive()
+    except TimeoutError as error:
+        raise ProtocolError(
+            f"the agent sent no settings to the proxy within {CONFIG_DEADLINE_S:g} s"
+        ) from error
+    finally:
+        sock.settimeout(None)
+    if config is None:
+        raise ProtocolError("the agent closed the proxy's pipe before it sent the settings")
+    return config
+
+
+class _OpenRequest:
+    """What arrived for one request and was not taken yet. Chunks wait in order; the end comes last."""
+
+    __slots__ = ("arrived", "chunks", "failure", "finished")
+
+    def __init__(self) -> None:
+        self.chunks: deque[TokenChunk] = deque()
+        self.failure: GenerationFailed | None = None
+        self.finished = False  # nothing more comes from the coordinator, so there is nothing to cancel
+        self.arrived = asyncio.Event()
+
+
+class CoordinatorClient:
+    """Requests to the coordinator. `run` must be running while any other method is used."""
+
+    def __init__(self, pipe: AsyncPipe[ProxyEvent], request_s: float = Deadlines().request_s) -> None:
+        self._pipe = pipe
+        self._deadline_s = request_s + REQUEST_MARGIN_S
+        self._open: dict[str, _OpenRequest] = {}
+        self._status_waiters: dict[str, asyncio.Future[MeshStatus]] = {}
+        self._query_ids = itertools.count(1)
+        self.draining = False
+        self.readiness = Readiness(
+            ready=False,
+            reason="the coordinator has not reported yet",
+            world_size=0,
+            context_length=0,
+            epoch=0,
+        )
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> CoordinatorClient:
+        """Take over the child's end of the socket pair, after `read_config`."""
+        return cls(await AsyncPipe.open(sock, msgspec.msgpack.Decoder(ProxyEvent)))
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def announce(self) -> None:
+        """Tell the coordinator that HTTP connections are accepted."""
+        self._pipe.send(ProxyReady(pid=os.getpid()))
+
+    async def run(self) -> None:
+        """Hand events to whom they belong until the agent is gone (returns) or sends nonsense (raises
+        ProtocolError). Open requests then end with the code `coordinator_lost`."""
+        try:
+            while (event := await self._pipe.receive()) is not None:
+                self._dispatch(event)
+        finally:
+            for entry in self._open.values():
+                _fail(entry, GenerationFailed(_GONE, code="coordinator_lost", retry_after_s=5))
+            for waiter in self._status_waiters.values():
+                if not waiter.done():
+                    waiter.set_exception(StatusUnavailable(_GONE))
+
+    def _dispatch(self, event: ProxyEvent) -> None:
+        match event:
+            case Chunk(chunk=chunk):
+                if (entry := self._open.get(chunk.id)) and not entry.finished:  # else: cancelled meanwhile
+                    entry.chunks.append(chunk)
+                    entry.finished = chunk.finish_reason is not None
+                    entry.arrived.set()
+            case Failed(id=request_id):
+                if entry := self._open.get(request_id):
+                    failure = GenerationFailed(
+                        event.message, code=event.code, retry_after_s=event.retry_after_s
+                    )
+                    _fail(entry, failure)
+            case Readiness():
+                self.readiness = event
+            case StatusReply(id=query_id):
+                waiter = self._status_waiters.get(query_id)
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(event.status)
+            case Drain():
+                self.draining = True
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Submit, then yield chunks up to the one with a finish_reason. Raises GenerationFailed.
+
+        A recovery of the mesh is only a pause here. Closing the generator early, or cancelling the task
+        that waits on it, sends Cancel; close it explicitly (`contextlib.aclosing`).
+        """
+        assert request.id not in self._open, f"request id {request.id} is in use"
+        entry = self._open[request.id] = _OpenRequest()
+        self._pipe.send(Submit(request=request))
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        try:
+            while True:
+                await self._arrival(entry, deadline)
+                while entry.chunks:
+                    chunk = entry.chunks.popleft()
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+                if entry.failure is not None:
+                    raise entry.failure
+                entry.arrived.clear()
+        finally:
+            del self._open[request.id]
+            if not entry.finished:
+                self._pipe.send(Cancel(id=request.id))
+
+    async def _arrival(self, entry: _OpenRequest, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await entry.arrived.wait()
+        except TimeoutError as error:
+            raise GenerationFailed(
+                f"the request was not finished within {self._deadline_s:g} s", code="timeout"
+            ) from error
+
+    async def status(self) -> MeshStatus:
+        """The live state of the mesh. Raises StatusUnavailable after STATUS_DEADLINE_S."""
+        query_id = f"status-{next(self._query_ids)}"
+        waiter: asyncio.Future[MeshStatus] = asyncio.get_running_loop().create_future()
+        self._status_waiters[query_id] = waiter
+        self._pipe.send(StatusQuery(id=query_id))
+        try:
+            async with asyncio.timeout(STATUS_DEADLINE_S):
+                return await waiter
+        except TimeoutError as error:
+            raise StatusUnavailable(
+                f"the coordinator did not answer a status query within {STATUS_DEADLINE_S:g} s"
+            ) from error
+        finally:
+            del self._status_waiters[query_id]
+
+    async def close(self) -> None:
+        await self._pipe.close()
+
+
+def _fail(entry: _OpenRequest, failure: GenerationFailed) -> None:
+    if not entry.finished:
+        entry.failure = failure
+        entry.finished = True
+        entry.arrived.set()

@@ -1,0 +1,88 @@
+"""The ASGI application: routes, error shapes, and what is around all of them."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_mesh.mesh.errors import MeshError
+from mlx_mesh.proxy.auth import Guard
+from mlx_mesh.proxy.errors import ApiError, to_api_error
+from mlx_mesh.proxy.routes import capabilities, chat, cluster, completions, health, models
+from mlx_mesh.proxy.services import Services
+
+WORLD_SIZE_HEADER = "x-mlx-mesh-world-size"
+REQUEST_ID_HEADER = "x-request-id"
+
+_ROUTERS = tuple(module.router for module in (chat, completions, models, health, cluster, capabilities))
+
+
+def build_app(services: Services) -> ASGIApp:
+    """Everything that HTTP clients see. Raises SettingsError for settings that would be unsafe."""
+    app = FastAPI(title="mlx-mesh", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.services = services
+    for router in _ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(MeshError, _mesh_error)
+    app.add_exception_handler(Exception, _unexpected)
+    guard = Guard(app, api_keys=services.config.api_keys, serve_host=services.config.serve_host)
+    paths = frozenset(str(getattr(route, "path", "")) for router in _ROUTERS for route in router.routes)
+    return Marks(guard, services, paths)
+
+
+class Marks:
+    """Outermost: puts the world size and a request id on every answer, and counts it."""
+
+    def __init__(self, app: ASGIApp, services: Services, paths: frozenset[str]) -> None:
+        self._app = app
+        self._services = services
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def marked_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(raw=message["headers"])
+                headers[WORLD_SIZE_HEADER] = str(self._services.client.readiness.world_size)
+                headers[REQUEST_ID_HEADER] = f"req_{uuid.uuid4().hex}"
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._services.metrics.http_requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, marked_send)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    match error.status_code:
+        case 404:
+            message, code = f"There is no {where}; /v1/capabilities lists what there is.", "unknown_url"
+        case 405:
+            message, code = (
+                f"{where} is not allowed; the path exists with another method.",
+                "method_not_allowed",
+            )
+        case _:
+            message, code = str(error.detail), "http_error"
+    response = ApiError(error.status_code, message, code=code).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _mesh_error(request: Request, error: Exception) -> Response:
+    return to_api_error(error).response()
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    # The server logs the traceback itself; prompts are not in it.
+    return to_api_error(error).response()

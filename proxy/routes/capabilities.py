@@ -1,0 +1,80 @@
+"""GET /v1/capabilities: what works here, at this world size, in machine-readable form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_mesh.proxy.errors import json_response
+from mlx_mesh.proxy.routes.common import services_of
+from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
+from mlx_mesh.proxy.schemas.common import MAX_STOP_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS
+from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS, MAX_PROMPTS
+from mlx_mesh.proxy.schemas.fields import FieldPolicy
+
+router = APIRouter()
+
+
+@router.get("/v1/capabilities")
+async def capabilities(request: Request) -> Response:
+    services = services_of(request)
+    template_error = services.tokenizer.chat_template_error
+    return json_response(
+        {
+            "world_size": services.client.readiness.world_size,
+            "model": services.config.model_id,
+            "version": services.config.version,
+            # Nothing in this version depends on the world size; what comes to do so is listed here.
+            "differences_by_world_size": [],
+            "endpoints": {
+                "/v1/chat/completions": {
+                    "available": not template_error,
+                    "reason": template_error,
+                    "stream": True,
+                    "fields": _fields(CHAT_FIELDS),
+                },
+                "/v1/completions": {
+                    "available": True,
+                    "reason": "",
+                    "stream": True,
+                    "fields": _fields(COMPLETION_FIELDS),
+                },
+            },
+            "features": {
+                "streaming": True,
+                "continuous_batching": True,
+                "logprobs": True,
+                "seed": True,
+                "stop_strings": True,
+                "penalties": True,
+                "logit_bias": True,
+                "tools": False,
+                "reasoning_split": False,
+                "structured_output": False,
+                "images": False,
+                "audio": False,
+                "embeddings": False,
+                "prefix_cache": False,
+            },
+            "limits": {
+                "context_length": services.client.readiness.context_length,
+                "max_body_bytes": services.config.max_body_bytes,
+                "max_stop_strings": MAX_STOPS,
+                "max_stop_string_chars": MAX_STOP_CHARS,
+                "max_top_logprobs": MAX_TOP_LOGPROBS,
+                "max_prompts": MAX_PROMPTS,
+                "max_choices": 1,
+            },
+        }
+    )
+
+
+def _fields(policy: FieldPolicy) -> dict[str, Any]:
+    return {
+        "honoured": sorted(policy.honoured),
+        "refused": {name: rule.reason for name, rule in policy.refused.items()},
+        "ignored": dict(policy.ignored),
+    }

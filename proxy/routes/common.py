@@ -1,0 +1,96 @@
+"""What the generating routes share: reading the body, and answering streamed or whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from mlx_mesh.proxy.answers import Answer
+from mlx_mesh.proxy.bodies import read_json_object
+from mlx_mesh.proxy.convert import Prepared
+from mlx_mesh.proxy.errors import json_response
+from mlx_mesh.proxy.generation import Generation, Piece
+from mlx_mesh.proxy.schemas.common import SamplingFields
+from mlx_mesh.proxy.services import Services
+from mlx_mesh.proxy.streaming import EventStream, openai_events, while_connected
+from mlx_mesh.proxy.usage import count, decode_rate, usage
+
+REFUSAL_GRACE_S = 0.1
+"""How long a stream waits before its first byte for the coordinator to refuse: a full queue is then a
+status that clients retry on, and not an error event."""
+
+CLIENT_GONE_STATUS = 499  # nginx's; nobody reads it
+
+_log = logging.getLogger("mlx_mesh.proxy")
+
+
+def services_of(request: Request) -> Services:
+    services = request.app.state.services
+    assert isinstance(services, Services)
+    return services
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """The JSON body of a request that can be served now. Raises ApiError and ClientDisconnect."""
+    services = services_of(request)
+    # The body is read even when the answer is 503: closing a connection on unread bytes loses the answer.
+    raw = await read_json_object(request, services.config.max_body_bytes)
+    services.require_ready()
+    return raw
+
+
+async def respond(
+    request: Request, services: Services, body: SamplingFields, prepared: Prepared, answer: Answer
+) -> Response:
+    """Generate, and answer as `body.stream` says. Raises GenerationFailed before the first byte."""
+    generation = Generation(services.client, services.tokenizer, prepared.sequences)
+
+    async def finish(is_complete: bool) -> None:
+        await generation.close()
+        count(services.metrics, generation.tallies)
+        if not is_complete:
+            services.metrics.disconnects.inc()
+        _log.info(
+            "%s: %d prompt tokens, %d generated, %.1f tokens/s%s",
+            prepared.id,
+            sum(tally.prompt_tokens for tally in generation.tallies),
+            sum(tally.completion_tokens for tally in generation.tallies),
+            decode_rate(generation.tallies),
+            "" if is_complete else ", not finished",
+        )
+
+    is_complete = False
+    owns_generation = True
+    try:
+        if body.stream:
+            first = await _first_piece(generation)
+            owns_generation = False  # the stream closes it
+            events = openai_events(generation, first, answer, services.config.keepalive_s)
+            return EventStream(events, finish, prepared.headers)
+        pieces = await while_connected(request.receive, _collect(generation))
+        is_complete = True
+        return json_response(answer.whole(pieces, usage(generation.tallies)), headers=prepared.headers)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_GONE_STATUS)
+    finally:
+        if owns_generation:
+            await finish(is_complete)
+
+
+async def _first_piece(generation: Generation) -> tuple[int, Piece] | None:
+    try:
+        return await generation.next(REFUSAL_GRACE_S)
+    except TimeoutError:
+        return None
+
+
+async def _collect(generation: Generation) -> Sequence[Sequence[Piece]]:
+    pieces: list[list[Piece]] = [[] for _ in generation.tallies]
+    while (item := await generation.next()) is not None:
+        index, piece = item
+        pieces[index].append(piece)
+    return pieces

@@ -1,0 +1,33 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_mesh.proxy.answers import TextAnswer
+from mlx_mesh.proxy.convert import prepare_completion
+from mlx_mesh.proxy.routes.common import read_body, respond, services_of
+from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS, CompletionRequest
+from mlx_mesh.proxy.schemas.fields import parse
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+@router.post("/completions")
+async def completions(request: Request) -> Response:
+    services = services_of(request)
+    body = parse(COMPLETION_FIELDS, CompletionRequest, await read_body(request))
+    services.require_model(body.model)
+    prepared = await prepare_completion(services, body)
+    answer = TextAnswer(
+        answer_id=prepared.id,
+        model_id=services.config.model_id,
+        fingerprint=services.fingerprint,
+        tokenizer=services.tokenizer,
+        with_logprobs=body.logprobs is not None,
+        with_usage_chunk=body.wants_usage_chunk,
+    )
+    return await respond(request, services, body, prepared, answer)

@@ -1,0 +1,45 @@
+"""/health: this process lives. /ready: requests are taken. /metrics: counters."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_mesh.proxy.errors import RETRY_AFTER_S, json_response, not_ready
+from mlx_mesh.proxy.routes.common import services_of
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Always 200 while the process answers; says also whether the mesh is ready."""
+    services = services_of(request)
+    reason = services.not_ready_reason
+    return json_response(
+        {"status": "ok", "ready": not reason, "reason": reason, "version": services.config.version}
+    )
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200, or 503 with the reason: what a load balancer should ask."""
+    services = services_of(request)
+    reason = services.not_ready_reason
+    readiness = services.client.readiness
+    body = {
+        "ready": not reason,
+        "reason": reason,
+        "world_size": readiness.world_size,
+        "epoch": readiness.epoch,
+    }
+    if not reason:
+        return json_response(body)
+    return json_response({**body, **not_ready(reason).envelope()}, 503, {"retry-after": str(RETRY_AFTER_S)})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(services_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,45 @@
+"""GET /v1/models: the one served model, under each of its names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_mesh.proxy.errors import json_response
+from mlx_mesh.proxy.routes.common import services_of
+from mlx_mesh.proxy.services import Services
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+@router.get("/models")
+async def list_models(request: Request) -> Response:
+    services = services_of(request)
+    return json_response(
+        {"object": "list", "data": [_describe(services, name) for name in services.listed_models]}
+    )
+
+
+@router.get("/v1/models/{name:path}")
+@router.get("/models/{name:path}")
+async def one_model(request: Request, name: str) -> Response:
+    services = services_of(request)
+    services.require_model(name)
+    return json_response(_describe(services, name))
+
+
+def _describe(services: Services, name: str) -> dict[str, Any]:
+    context_length = services.client.readiness.context_length
+    return {
+        "id": name,
+        "object": "model",
+        "created": services.started,
+        "owned_by": "mlx-mesh",
+        "root": services.config.model_id,
+        "context_length": context_length or None,
+        "max_model_len": context_length or None,  # the name that vLLM's clients read
+    }

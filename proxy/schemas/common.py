@@ -1,0 +1,55 @@
+"""Request fields that all generating endpoints share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pydantic
+from pydantic import ConfigDict, Field
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 20
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class Strict(pydantic.BaseModel):
+    """No conversions ("0.5" is not a number) and no fields that are not listed."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted: padding against traffic analysis is not sent
+
+
+class SamplingFields(Strict):
+    """OpenAI's ranges; top_k, min_p and repetition_penalty as in mlx-lm."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
+    repetition_context_size: int | None = Field(default=None, ge=1, le=4096)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)

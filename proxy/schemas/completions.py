@@ -1,0 +1,63 @@
+"""The body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from mlx_mesh.proxy.errors import ApiError, invalid
+from mlx_mesh.proxy.schemas.common import MAX_TOP_LOGPROBS, SamplingFields
+from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
+
+MAX_PROMPTS = 64
+
+Prompt = str | tuple[int, ...]
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Any  # checked by `prompts`: a union over a million token ids costs a million error records
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """One entry per choice of the answer: text, or token ids. Raises ApiError 400."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return (prompt,)
+        if not isinstance(prompt, list) or not prompt:
+            raise _bad_prompt("prompt")
+        if all(type(part) is int for part in prompt):
+            return (_token_ids(prompt, "prompt"),)
+        if len(prompt) > MAX_PROMPTS:
+            raise invalid(f"Invalid 'prompt': at most {MAX_PROMPTS} prompts in one request.", param="prompt")
+        return tuple(
+            part if isinstance(part, str) else _token_ids(part, f"prompt[{at}]")
+            for at, part in enumerate(prompt)
+        )
+
+
+def _token_ids(part: Any, param: str) -> tuple[int, ...]:
+    if not isinstance(part, list) or not part or not all(type(i) is int and i >= 0 for i in part):
+        raise _bad_prompt(param)
+    return tuple(part)
+
+
+def _bad_prompt(param: str) -> ApiError:
+    message = (
+        f"Invalid '{param}': a prompt is a string, a list of strings, a list of token ids, "
+        "or a list of such lists; none of them empty lists."
+    )
+    return invalid(message, param=param)
+
+
+COMPLETION_FIELDS = FieldPolicy(
+    body=CompletionRequest,
+    refused={
+        "n": Refused("one choice per prompt is generated; send several prompts.", (1,)),
+        "best_of": Refused("one choice per prompt is generated.", (1,)),
+        "echo": Refused("the prompt is not repeated in the answer.", (False,)),
+        "suffix": Refused("text is only continued, never filled in.", ("",)),
+    },
+    ignored={"user": "there are no per-user accounts or limits"},
+)

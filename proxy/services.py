@@ -1,0 +1,57 @@
+"""What every request handler works with, built once at start."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from mlx_mesh.mesh.messages import ProxyConfig
+from mlx_mesh.node.client import CoordinatorClient
+from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, not_ready
+from mlx_mesh.proxy.metrics import Metrics
+from mlx_mesh.proxy.tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    config: ProxyConfig
+    client: CoordinatorClient
+    tokenizer: ModelTokenizer
+    metrics: Metrics
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of answers: changes with what may change a seeded answer."""
+        return f"mlx-mesh-{self.config.version}-{self.client.readiness.world_size}"
+
+    @property
+    def listed_models(self) -> tuple[str, ...]:
+        """The served model under each of its public names, its own first."""
+        return tuple(dict.fromkeys((self.config.model_id, *self.config.served_model_names)))
+
+    def require_model(self, name: str | None) -> None:
+        """Raises ApiError 404 unless this names the served model (its base name and folder do, too)."""
+        base_name = self.config.model_id.rstrip("/").rpartition("/")[2]
+        if name is not None and name not in (*self.listed_models, base_name, self.config.model):
+            raise ApiError(
+                404,
+                f"The model '{name}' is not served here; this is {', '.join(self.listed_models)}.",
+                code="model_not_found",
+                param="model",
+            )
+
+    @property
+    def not_ready_reason(self) -> str:
+        """'' when requests are taken. Requests that are already open survive a recovery anyway."""
+        if self.client.draining:
+            return "the mesh is shutting down"
+        readiness = self.client.readiness
+        return "" if readiness.ready else readiness.reason or "no reason was given"
+
+    def require_ready(self) -> None:
+        """Raises ApiError 503 with the reason."""
+        if self.client.draining:
+            raise ApiError(503, "The mesh is shutting down.", code="draining", retry_after_s=RETRY_AFTER_S)
+        if reason := self.not_ready_reason:
+            raise not_ready(reason)

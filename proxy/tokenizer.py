@@ -1,0 +1,288 @@
+"""The model's tokenizer and chat template: local files only, no code from the model, no network.
+
+Tokenising and templating run in threads of their own (the tokenizer releases the interpreter lock);
+decoding a few tokens is cheap and runs where it is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_mesh.mesh.errors import MeshError, SettingsError
+
+T = TypeVar("T")
+
+ENCODE_DEADLINE_S = 60.0
+"""For templating and tokenising one prompt, including its wait for a thread."""
+
+NUM_THREADS = 2
+
+_TURN_END_MARKERS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end_of_turn|>")
+"""Some models name only <|endoftext|> as their end; where the template uses one of these, it ends a turn."""
+
+_CHARS_PER_TOKEN = 8  # of a first look at a long prompt; real text has 2 to 5
+
+
+class TokenizerError(MeshError):
+    """The tokenizer or the chat template of the model cannot be used; the message names the file."""
+
+
+class TemplateRefused(MeshError):
+    """The chat template does not take these messages; the message is the template's own."""
+
+
+class PromptTooLong(MeshError):
+    """The prompt has `at_least` tokens, more than the limit it was encoded with."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the prompt has at least {at_least} tokens")
+        self.at_least = at_least
+
+
+class EncodeTimeout(MeshError):
+    """Tokenising took longer than ENCODE_DEADLINE_S."""
+
+
+def _silence_libraries() -> None:
+    """No advice on missing frameworks, no telemetry, no hub. Must come before the first import."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        TRANSFORMERS_OFFLINE="1",
+        TRANSFORMERS_NO_ADVISORY_WARNINGS="1",
+        TRANSFORMERS_VERBOSITY="critical",
+        TOKENIZERS_PARALLELISM="false",
+    )
+
+
+class ModelTokenizer:
+    """One model's tokenizer. `load` takes a second or two (imports); `close` ends the threads."""
+
+    def __init__(self, tokenizer: Any, folder: Path, chat_template: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None) if tokenizer.is_fast else None
+        if self._backend is not None:
+            # tokenizer.json may carry both; they would cut prompts or fill them up.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._slow_lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self._byte_alphabet = _byte_alphabet() if _is_byte_level(self._backend) else None
+        added = tokenizer.added_tokens_decoder
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._special_ids = frozenset(tokenizer.all_special_ids) | {
+            i for i, token in added.items() if token.special
+        }
+        self.vocab_size: int = len(tokenizer)
+        self.bos_token_id: int | None = tokenizer.bos_token_id
+        self.chat_template, self.chat_template_error = _chat_template(tokenizer, folder, chat_template)
+        self.end_token_ids = self._end_token_ids(folder)
+        if not self.chat_template_error:
+            self.chat_template_error = self._try_template()
+
+    @classmethod
+    def load(cls, model: str, chat_template: str = "") -> ModelTokenizer:
+        """Read the tokenizer in the local folder `model`. `chat_template` (text, or a file) overrides the
+        model's. Raises TokenizerError."""
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            raise TokenizerError(
+                f"{folder} is not a folder; the proxy reads the tokenizer from the model folder"
+            )
+        _silence_libraries()
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder),
+                local_files_only=True,
+                trust_remote_code=False,
+                clean_up_tokenization_spaces=False,
+            )
+        except Exception as error:  # the library raises anything, from KeyError to ImportError
+            raise TokenizerError(
+                f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}. "
+                "The folder needs tokenizer.json (or the model family's own file) and tokenizer_config.json"
+            ) from error
+        return cls(tokenizer, folder, chat_template)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ text to tokens
+
+    async def encode(self, text: str, *, limit: int) -> tuple[int, ...]:
+        """Tokens of a plain prompt, with what the tokenizer puts around it (BOS). `limit` 0 = none.
+        Raises PromptTooLong, soon also for a huge text, and EncodeTimeout."""
+        return await self._in_thread(lambda: self._encode(text, add_special=True, limit=limit))
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], *, limit: int, template_options: dict[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Tokens of the rendered chat template, with the opening of the assistant's turn.
+        Raises TemplateRefused as well."""
+
+        def render_and_encode() -> tuple[int, ...]:
+            text = self.render(messages, template_options)
+            return self._encode(text, add_special=False, limit=limit)
+
+        return await self._in_thread(render_and_encode)
+
+    def render(self, messages: list[dict[str, Any]], template_options: dict[str, Any] | None = None) -> str:
+        """The prompt text of a conversation. Raises TemplateRefused."""
+        if self.chat_template is None:
+            raise TemplateRefused(self.chat_template_error)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **(template_options or {}),
+            )
+        except Exception as error:  # templates are programs of the model's authors
+            raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str, *, add_special: bool, limit: int) -> tuple[int, ...]:
+        first_look = limit * _CHARS_PER_TOKEN + 1024
+        if limit and len(text) > 2 * first_look:
+            # Cutting the text changes a few tokens at the cut, not the verdict on megabytes of it.
+            at_least = len(self._encode_all(text[:first_look], add_special)) - 64
+            if at_least > limit:
+                raise PromptTooLong(at_least)
+        ids = self._encode_all(text, add_special)
+        if limit and len(ids) > limit:
+            raise PromptTooLong(len(ids))
+        return ids
+
+    def _encode_all(self, text: str, add_special: bool) -> tuple[int, ...]:
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=add_special).ids)
+        with self._slow_lock:  # tokenizers in Python are not thread-safe
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        try:
+            async with asyncio.timeout(ENCODE_DEADLINE_S):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except TimeoutError as error:
+            raise EncodeTimeout(f"the prompt was not tokenised within {ENCODE_DEADLINE_S:g} s") from error
+
+    # ------------------------------------------------------------ tokens to text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, exactly as the tokenizer joins it."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(ids), skip_special_tokens=True))
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of one token inside a text; b'' for a special or unknown one."""
+        return b"" if token_id in self._special_ids else self.raw_token_bytes(token_id)
+
+    def raw_token_bytes(self, token_id: int) -> bytes:
+        """As `token_bytes`, with a special token's own name."""
+        token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
+        if token is None:
+            return b""
+        if token in self._added:
+            return str(token).encode()
+        if self._byte_alphabet is not None:
+            return b"".join(self._byte_alphabet.get(char, char.encode()) for char in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return str(token).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a token that never shows in text and is written like this."""
+        token_id = self._added.get(text)
+        return token_id if token_id in self._special_ids else None
+
+    # ------------------------------------------------------------ at start
+
+    def _end_token_ids(self, folder: Path) -> tuple[int, ...]:
+        """Every id that ends a text: from generation_config.json, config.json, the tokenizer, and a turn
+        marker that the chat template uses."""
+        found: dict[int, None] = {}
+        config = _read_json(folder / "config.json")
+        for source in (
+            _read_json(folder / "generation_config.json"),
+            config,
+            config.get("text_config") or {},
+        ):
+            ids = source.get("eos_token_id")
+            for token_id in ids if isinstance(ids, list) else [ids]:
+                if isinstance(token_id, int):
+                    found[token_id] = None
+        if self._tokenizer.eos_token_id is not None:
+            found[int(self._tokenizer.eos_token_id)] = None
+        for marker in _TURN_END_MARKERS:
+            if marker in self._added and marker in (self.chat_template or ""):
+                found[self._added[marker]] = None
+        return tuple(found)
+
+    def _try_template(self) -> str:
+        """'' or why the template cannot render even the simplest conversation."""
+        try:
+            self.render([{"role": "user", "content": "Hello"}])
+        except TemplateRefused as error:
+            return str(error)
+        return ""
+
+
+def _chat_template(tokenizer: Any, folder: Path, override: str) -> tuple[str | None, str]:
+    """The template's text, or None and why there is none. Raises SettingsError for a bad override."""
+    if override:
+        if "{{" in override or "{%" in override:
+            return override, ""
+        try:
+            return Path(override).expanduser().read_text(encoding="utf-8"), ""
+        except (OSError, ValueError) as error:
+            raise SettingsError(
+                f"the chat template {override!r} is neither a Jinja text nor a readable file: {error}"
+            ) from error
+    try:
+        return str(tokenizer.get_chat_template()), ""
+    except (ValueError, AttributeError) as error:
+        reason = (
+            f"the model in {folder} has no chat template ({error}); give one with --chat-template, "
+            "or use /v1/completions"
+        )
+        return None, reason
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, {} when the file is absent. Raises TokenizerError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _is_byte_level(backend: Any) -> bool:
+    """Whether token texts are written in GPT-2's alphabet of 256 printable characters."""
+    return (
+        backend is not None and backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
+    )
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """GPT-2's alphabet: printable Latin-1 characters are themselves, the others follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    alphabet.update({chr(256 + at): bytes([byte]) for at, byte in enumerate(others)})
+    return alphabet

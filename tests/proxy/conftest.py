@@ -1,0 +1,399 @@
+"""A real HTTP server over a scripted coordinator, and a tiny real tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mlx_mesh.mesh.messages import (
+    Cancel,
+    Chunk,
+    Drain,
+    Failed,
+    GenerateRequest,
+    MeshStatus,
+    ProxyConfig,
+    ProxyReady,
+    ProxyRequest,
+    RankStatus,
+    Readiness,
+    StatusQuery,
+    StatusReply,
+    Submit,
+    TokenChunk,
+)
+from mlx_mesh.mesh.types import Backend, Phase, Sharding
+from mlx_mesh.node.client import CoordinatorClient
+from mlx_mesh.node.pipe import AsyncPipe
+from mlx_mesh.proxy.app import build_app
+from mlx_mesh.proxy.metrics import Metrics
+from mlx_mesh.proxy.services import Services
+from mlx_mesh.proxy.tokenizer import ModelTokenizer
+
+DEADLINE_S = 20.0
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'forbidden' %}{{ raise_exception('no such turn') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+TRAINING_TEXT = [
+    "The quick brown fox jumps over the lazy dog. Paris is the capital of France.",
+    "one two three four five six seven eight nine ten hello world",
+]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer small enough that CJK and emoji take several tokens each."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(name, special=True) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 0}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Iterator[ModelTokenizer]:
+    loaded = ModelTokenizer.load(str(model_folder))
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="session")
+def ids_of(tokenizer: ModelTokenizer) -> Callable[[str], list[int]]:
+    """Tokens of a text, without any around it."""
+    return lambda text: list(tokenizer._encode(text, add_special=True, limit=0))
+
+
+Script = Callable[[GenerateRequest], AsyncIterator[TokenChunk | Failed]]
+
+
+@dataclass
+class ScriptedCoordinator:
+    """The other end of the proxy's pipe. `script` says what each request gets; ids are filled in."""
+
+    script: Script
+    world_size: int = 2
+    context_length: int = 512
+    requests: list[GenerateRequest] = field(default_factory=list)
+    cancelled: queue.Queue[str] = field(default_factory=queue.Queue)
+    answers_status: bool = True
+    is_running: threading.Event = field(default_factory=threading.Event)
+    loop: asyncio.AbstractEventLoop | None = None
+    pipe: AsyncPipe[ProxyRequest] | None = None
+
+    async def run(self, pipe: AsyncPipe[ProxyRequest]) -> None:
+        self.loop, self.pipe = asyncio.get_running_loop(), pipe
+        self.is_running.set()
+        running: dict[str, asyncio.Task[None]] = {}
+        while (message := await pipe.receive()) is not None:
+            match message:
+                case Submit(request=request):
+                    self.requests.append(request)
+                    running[request.id] = asyncio.create_task(self._play(request))
+                case Cancel(id=request_id):
+                    running[request_id].cancel()
+                    self.cancelled.put(request_id)
+                case StatusQuery(id=query_id):
+                    if self.answers_status:
+                        pipe.send(StatusReply(id=query_id, status=self.status()))
+                case ProxyReady():
+                    pass
+        for task in running.values():
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+    async def _play(self, request: GenerateRequest) -> None:
+        assert self.pipe is not None
+        try:
+            async for item in self.script(request):
+                item = msgspec.structs.replace(item, id=request.id)
+                self.pipe.send(item if isinstance(item, Failed) else Chunk(chunk=item))
+        except Exception as error:  # a test's own mistake must not look like a hang
+            self.pipe.send(Failed(id=request.id, code="script_error", message=repr(error)))
+
+    def _send_readiness(self, ready: bool, reason: str) -> None:
+        assert self.pipe is not None
+        self.pipe.send(
+            Readiness(
+                ready=ready,
+                reason=reason,
+                world_size=self.world_size,
+                context_length=self.context_length,
+                epoch=1,
+            )
+        )
+
+    def on_loop(self, call: Callable[[], None]) -> None:
+        """From the test's thread: do it in the coordinator's loop and wait until it is done."""
+        assert self.is_running.wait(DEADLINE_S) and self.loop is not None
+        done = threading.Event()
+        self.loop.call_soon_threadsafe(call)
+        self.loop.call_soon_threadsafe(done.set)
+        assert done.wait(DEADLINE_S)
+
+    def send_readiness(self, ready: bool, reason: str) -> None:
+        self.on_loop(lambda: self._send_readiness(ready, reason))
+
+    def send_drain(self) -> None:
+        assert self.pipe is not None
+        pipe = self.pipe
+        self.on_loop(lambda: pipe.send(Drain()))
+
+    def status(self) -> MeshStatus:
+        ranks = tuple(
+            RankStatus(
+                rank=rank,
+                user_rank=rank,
+                host=f"mac{rank}",
+                address=f"10.0.0.{rank}",
+                agent_pid=100 + rank,
+                engine_pid=200 + rank,
+                epoch=1,
+                phase=Phase.READY,
+                step=7,
+                layers="0-14",
+                weights_bytes=1000,
+                memory_bytes=2000,
+                peak_memory_bytes=3000,
+                last_heartbeat_s=0.5,
+                is_leader=rank == 0,
+            )
+            for rank in range(self.world_size)
+        )
+        return MeshStatus(
+            name="studio",
+            model="tiny",
+            world_size=self.world_size,
+            sharding=Sharding.PIPELINE,
+            backend=Backend.RING,
+            epoch=1,
+            epoch_cause="start",
+            ready=True,
+            reason="",
+            placement=None,
+            ranks=ranks,
+            num_running=1,
+            num_waiting=2,
+            num_open=3,
+            uptime_s=9.0,
+            versions=None,
+            context_length=self.context_length,
+        )
+
+
+@dataclass
+class Front:
+    """A running front end."""
+
+    url: str
+    coordinator: ScriptedCoordinator
+    http: httpx.Client
+    port: int
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def set_ready(self, ready: bool, reason: str = "") -> None:
+        """Returns when the proxy knows."""
+        self.coordinator.send_readiness(ready, reason)
+        self._wait_until_told()
+
+    def drain(self) -> None:
+        self.coordinator.send_drain()
+        self._wait_until_told()
+
+    def _wait_until_told(self) -> None:
+        """The answer to a status query comes through the pipe behind what was sent before."""
+        headers = {"authorization": "Bearer key-1", "host": "localhost"}
+        assert self.http.get("/v1/cluster/status", headers=headers).status_code == 200
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """All events of a stream, parsed; comments as they are."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            blocks = "".join(response.iter_text()).split("\n\n")
+        return [parse_event(block) for block in blocks if block]
+
+
+def parse_event(block: str) -> Any:
+    if block == "data: [DONE]":
+        return "[DONE]"
+    return json.loads(block.removeprefix("data: ")) if block.startswith("data: ") else block
+
+
+StartFront = Callable[..., Front]
+
+
+def _chunks_of(
+    ids: Sequence[int], finish: str = "stop", per_chunk: int = 1, **first: Any
+) -> list[TokenChunk]:
+    """Chunks that carry these tokens; `first` are more fields of the first one."""
+    chunks = [
+        TokenChunk(id="", token_ids=tuple(ids[at : at + per_chunk]), **(first if at == 0 else {}))
+        for at in range(0, len(ids), per_chunk)
+    ]
+    return [*chunks, TokenChunk(id="", finish_reason=finish)]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def chunks_of() -> Callable[..., list[TokenChunk]]:
+    return _chunks_of
+
+
+@pytest.fixture(scope="session")
+def saying() -> Callable[..., Script]:
+    return _saying
+
+
+def _saying(ids: Sequence[int], finish: str = "stop", per_chunk: int = 1, **first: Any) -> Script:
+    """Every request gets these tokens, at most as many as it asked for."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TokenChunk | Failed]:
+        given = list(ids[: request.max_tokens])
+        reason = "length" if len(given) < len(ids) or len(given) == request.max_tokens else finish
+        for chunk in _chunks_of(given, reason, per_chunk, **first):
+            yield chunk
+
+    return script
+
+
+@pytest.fixture
+def start_front(tokenizer: ModelTokenizer, model_folder: Path) -> Iterator[StartFront]:
+    """Starts front ends; all end with the test."""
+    with _front_ends(tokenizer, model_folder) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def plain_front(
+    tokenizer: ModelTokenizer, model_folder: Path, ids_of: Callable[[str], list[int]]
+) -> Iterator[Front]:
+    """One front end for all tests that change nothing in it; every request gets "fine"."""
+    with _front_ends(tokenizer, model_folder) as start:
+        yield start(_saying(ids_of("fine")))
+
+
+@contextlib.contextmanager
+def _front_ends(tokenizer: ModelTokenizer, model_folder: Path) -> Iterator[StartFront]:
+    """Each with a thread and a loop of its own."""
+    stops: list[Callable[[], None]] = []
+
+    def start(
+        script: Script, *, ready: bool = True, coordinator: dict[str, Any] | None = None, **config: Any
+    ) -> Front:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        settings = {
+            "model": str(model_folder),
+            "model_id": "mlx-community/tiny-model",
+            "served_model_names": ("local",),
+            "serve_host": "127.0.0.1",
+            "serve_port": port,
+            "listen_fd": -1,
+            "api_keys": (),
+            "chat_template": "",
+            "version": "0.1.0",
+            **config,
+        }
+        scripted = ScriptedCoordinator(script, **(coordinator or {}))
+        thread = _FrontThread(ProxyConfig(**settings), tokenizer, scripted, listener)
+        thread.start()
+        stops.append(thread.stop)
+        assert thread.serving.wait(DEADLINE_S)
+        url = f"http://127.0.0.1:{port}"
+        http = httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False, verify=False)
+        stops.append(http.close)
+        front = Front(url, scripted, http, port)
+        front.set_ready(ready, "" if ready else "rank 1 on mac1 is loading")
+        return front
+
+    try:
+        yield start
+    finally:
+        for stop in reversed(stops):
+            stop()
+
+
+class _FrontThread(threading.Thread):
+    def __init__(
+        self,
+        config: ProxyConfig,
+        tokenizer: ModelTokenizer,
+        coordinator: ScriptedCoordinator,
+        listener: socket.socket,
+    ) -> None:
+        super().__init__(name="front", daemon=True)
+        self._config, self._tokenizer = config, tokenizer
+        self._coordinator, self._listener = coordinator, listener
+        self._server: uvicorn.Server | None = None
+        self.serving = threading.Event()
+
+    def run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        ours, theirs = socket.socketpair()
+        client = await CoordinatorClient.open(theirs)
+        pipe: AsyncPipe[ProxyRequest] = await AsyncPipe.open(ours, msgspec.msgpack.Decoder(ProxyRequest))
+        tasks = [asyncio.create_task(client.run()), asyncio.create_task(self._coordinator.run(pipe))]
+        services = Services(
+            config=self._config, client=client, tokenizer=self._tokenizer, metrics=Metrics(client)
+        )
+        settings = uvicorn.Config(
+            build_app(services),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = server = uvicorn.Server(settings)
+        self.serving.set()  # the socket listens already
+        await server._serve(sockets=[self._listener])
+        await client.close()
+        await pipe.close()
+        await asyncio.gather(*tasks)
+
+    def stop(self) -> None:
+        assert self._server is not None
+        self._server.should_exit = True
+        self.join(DEADLINE_S)
+        assert not self.is_alive(), "the front end did not stop"

@@ -1,0 +1,320 @@
+"""Everything around the answers: health, models, cluster, errors, limits, keys, headers, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+import typing
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
+
+from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.messages import Failed, GenerateRequest, TokenChunk
+from mlx_mesh.node import client as client_module
+from mlx_mesh.proxy import bodies
+from mlx_mesh.proxy.auth import Guard
+from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
+from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS
+from mlx_mesh.proxy.schemas.fields import FieldPolicy
+
+IdsOf = Callable[[str], list[int]]
+CHAT = "/v1/chat/completions"
+USER = {"messages": [{"role": "user", "content": "hi"}]}
+API_DOC = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+@pytest.fixture
+def front(start_front: Any, saying: Any, ids_of: IdsOf) -> Any:
+    return start_front(saying(ids_of("fine")))
+
+
+def test_health_is_alive_and_ready_tells_the_truth(start_front: Any, saying: Any) -> None:
+    front = start_front(saying([]), ready=False)
+    assert front.http.get("/health").json()["status"] == "ok"
+    response = front.http.get("/ready")
+    assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    assert response.json()["reason"] == "rank 1 on mac1 is loading"
+    assert response.json()["error"]["code"] == "not_ready"
+    front.set_ready(True)
+    response = front.http.get("/ready")
+    assert (response.status_code, response.json()["world_size"]) == (200, 2)
+    front.drain()
+    assert front.http.get("/ready").status_code == 503
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_routes_answer_with_and_without_the_version(plain_front: Any, prefix: str) -> None:
+    assert plain_front.post(f"{prefix}/chat/completions", USER).status_code == 200
+    assert plain_front.post(f"{prefix}/completions", {"prompt": "a"}).status_code == 200
+    listed = plain_front.http.get(f"{prefix}/models").json()
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["mlx-community/tiny-model", "local"]
+    assert {model["owned_by"] for model in listed["data"]} == {"mlx-mesh"}
+    one = plain_front.http.get(f"{prefix}/models/mlx-community/tiny-model").json()
+    assert (one["id"], one["context_length"]) == ("mlx-community/tiny-model", 512)
+
+
+def test_the_model_is_found_by_each_of_its_names_and_no_other(plain_front: Any, model_folder: Path) -> None:
+    for name in ("mlx-community/tiny-model", "tiny-model", "local", str(model_folder)):
+        assert plain_front.chat(model=name).status_code == 200
+    for response in (plain_front.chat(model="gpt-4o"), plain_front.http.get("/v1/models/gpt-4o")):
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+def test_cluster_nodes_list_every_rank(plain_front: Any) -> None:
+    body = plain_front.http.get("/v1/cluster/nodes").json()
+    assert [row["rank"] for row in body["ranks"]] == [0, 1]
+    expected = "rank host agent_pid engine_pid epoch phase step layers weights_bytes memory_bytes address"
+    for row in body["ranks"]:
+        assert {*expected.split(), "last_heartbeat_s"} <= row.keys()
+    assert body["ranks"][1]["host"] == "mac1" and body["ranks"][1]["phase"] == "ready"
+
+
+def test_cluster_status_describes_the_mesh(plain_front: Any) -> None:
+    body = plain_front.http.get("/v1/cluster/status").json()
+    assert body["world_size"] == 2 and body["sharding"] == "pipeline" and body["backend"] == "ring"
+    assert body["queue"] == {"running": 1, "waiting": 2, "open": 3}
+    assert (body["enabled"], body["num_nodes"], body["coordinator"]) == (True, 2, "mac0")
+    assert {"epoch", "epoch_cause", "model", "plan", "ready", "reason", "restarts"} <= body.keys()
+
+
+def test_a_coordinator_that_is_stuck_is_a_503_with_a_name(
+    front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "STATUS_DEADLINE_S", 0.05)
+    front.coordinator.answers_status = False
+    response = front.http.get("/v1/cluster/status")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "status_unavailable")
+
+
+def test_capabilities_say_what_is_honoured_refused_and_ignored(plain_front: Any) -> None:
+    body = plain_front.http.get("/v1/capabilities").json()
+    assert body["world_size"] == 2
+    chat = body["endpoints"]["/v1/chat/completions"]
+    assert chat["available"] and "temperature" in chat["fields"]["honoured"]
+    assert "tools" in chat["fields"]["refused"] and "user" in chat["fields"]["ignored"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "schema"),
+    [
+        (CHAT_FIELDS, chat_params.CompletionCreateParamsBase),
+        (COMPLETION_FIELDS, text_params.CompletionCreateParamsBase),
+    ],
+)
+def test_every_field_of_openais_schema_has_exactly_one_fate(policy: FieldPolicy, schema: Any) -> None:
+    fates = [set(policy.honoured), set(policy.refused), set(policy.ignored)]
+    assert sum(map(len, fates)) == len(set.union(*fates)), "a field is in two lists"
+    official = set(typing.get_type_hints(schema)) | {"stream"}
+    assert official <= set.union(*fates)
+
+
+def test_the_documentation_names_every_field_and_header() -> None:
+    text = API_DOC.read_text()
+    named = set(re.findall(r"`([a-z_]+)`", text))
+    for policy in (CHAT_FIELDS, COMPLETION_FIELDS):
+        assert {*policy.honoured, *policy.refused, *policy.ignored} <= named
+    for header in ("x-mlx-mesh-world-size", "x-mlx-mesh-max-tokens-clamped", "x-request-id"):
+        assert f"`{header}`" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "unknown_url"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("OPTIONS", CHAT, 405, "method_not_allowed"),
+        ("GET", "/docs", 404, "unknown_url"),
+        ("GET", "/openapi.json", 404, "unknown_url"),
+    ],
+)
+def test_unknown_paths_and_methods_have_the_envelope(
+    plain_front: Any, method: str, path: str, status: int, code: str
+) -> None:
+    response = plain_front.http.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert "access-control-allow-origin" not in response.headers
+    assert response.headers["x-mlx-mesh-world-size"] == "2"
+    assert response.headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"messages": NaN}',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+)
+def test_a_body_that_is_no_json_object_is_a_400(plain_front: Any, body: bytes) -> None:
+    response = plain_front.http.post(CHAT, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit_is_a_413_that_arrives(
+    start_front: Any, saying: Any, ids_of: IdsOf, chunked: bool
+) -> None:
+    front = start_front(saying(ids_of("a")), max_body_bytes=100_000)
+    content = b"x" * 500_000
+    response = front.http.post(CHAT, content=iter([content]) if chunked else content)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+    assert front.chat().status_code == 200
+
+
+def test_a_body_that_is_far_too_large_is_refused_before_it_is_sent(
+    start_front: Any, saying: Any, ids_of: IdsOf
+) -> None:
+    front = start_front(saying(ids_of("a")), max_body_bytes=1000)
+    with socket.create_connection(("127.0.0.1", front.port)) as client:
+        client.settimeout(10)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n"
+        client.sendall(head.encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_does_not_arrive_is_given_up(front: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_DEADLINE_S", 0.05)
+    with socket.create_connection(("127.0.0.1", front.port)) as client:
+        client.settimeout(10)
+        client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{{".encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_a_mistake_of_our_own_is_a_500_with_the_envelope_and_without_details(
+    front: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise ValueError("secret prompt text")
+
+    monkeypatch.setattr("mlx_mesh.proxy.routes.common.usage", broken)
+    response = front.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in response.text
+    monkeypatch.setattr("mlx_mesh.proxy.streaming.usage", broken)
+    with front.http.stream(
+        "POST", CHAT, json={**USER, "stream": True, "stream_options": {"include_usage": True}}
+    ) as stream:
+        text = stream.read().decode()
+    assert "internal_error" in text and "secret" not in text and "[DONE]" not in text
+
+
+# ---------------------------------------------------------------- who may ask
+
+
+def test_a_key_is_required_once_configured(start_front: Any, saying: Any, ids_of: IdsOf) -> None:
+    front = start_front(saying(ids_of("a")), api_keys=("key-1", "clé-2"))
+    for authorization in (None, "Bearer nope", "Basic key-1", "Bearer", "key-1"):
+        headers = {"authorization": authorization} if authorization else {}
+        response = front.http.post(CHAT, json=USER, headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+    for path in ("/v1/models", "/v1/cluster/nodes", "/metrics", "/nothing"):
+        assert front.http.get(path).status_code == 401
+    for path in ("/health", "/ready"):
+        assert front.http.get(path).status_code == 200
+    assert front.http.post(CHAT, json=USER, headers={"authorization": "Bearer key-1"}).status_code == 200
+
+
+def test_on_loopback_no_key_is_needed_and_other_addresses_refuse_to_run_without() -> None:
+    async def app(*args: Any) -> None: ...
+
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
+        Guard(app, api_keys=(), serve_host=host)
+    for host in ("0.0.0.0", "192.168.1.2", "::", "", "mac1.local"):
+        with pytest.raises(SettingsError, match="needs an API key"):
+            Guard(app, api_keys=(), serve_host=host)
+        Guard(app, api_keys=("k",), serve_host=host)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:18000", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:18000", 200),
+        ("api.localhost", 200),
+        ("host.docker.internal:18000", 200),
+        ("evil.example", 403),
+        ("evil.example:18000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+    ],
+)
+def test_a_name_that_is_not_this_machines_is_refused_on_loopback(
+    plain_front: Any, host: str, status: int
+) -> None:
+    assert plain_front.http.get("/health", headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1:8080", 200),
+        ("vscode-webview://abc", 200),
+        ("app://obsidian.md", 200),
+        ("https://evil.example", 403),
+        ("http://localhost.evil.example", 403),
+        ("null", 403),
+    ],
+)
+def test_web_pages_of_others_may_not_ask(plain_front: Any, origin: str, status: int) -> None:
+    response = plain_front.http.post(CHAT, json=USER, headers={"origin": origin})
+    assert response.status_code == status
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_with_a_key_the_key_decides_and_not_the_name(start_front: Any, saying: Any, ids_of: IdsOf) -> None:
+    front = start_front(saying(ids_of("a")), api_keys=("key-1",), serve_host="0.0.0.0")
+    headers = {"host": "mac1.local", "origin": "https://my.page", "authorization": "Bearer key-1"}
+    assert front.http.post(CHAT, json=USER, headers=headers).status_code == 200
+
+
+# ---------------------------------------------------------------- counters
+
+
+def test_metrics_count_answers_tokens_and_disconnects(start_front: Any, saying: Any, ids_of: IdsOf) -> None:
+    front = start_front(saying(ids_of("fine"), cached_tokens=2))
+    front.chat()
+    front.http.get("/v1/nothing")
+    text = front.http.get("/metrics").text
+    assert 'mlx_mesh_http_requests_total{route="/v1/chat/completions",status="200"} 1.0' in text
+    assert 'mlx_mesh_http_requests_total{route="other",status="404"} 1.0' in text
+    assert f"mlx_mesh_completion_tokens_total {float(len(ids_of('fine')))}" in text
+    assert "mlx_mesh_cached_prompt_tokens_total 2.0" in text
+    assert "mlx_mesh_ready 1.0" in text and "mlx_mesh_world_size 2.0" in text
+
+
+def test_a_client_that_went_away_is_counted_and_nothing_stays_open(start_front: Any) -> None:
+    submitted = threading.Event()
+
+    async def endless(request: GenerateRequest) -> AsyncIterator[TokenChunk | Failed]:
+        submitted.set()
+        await asyncio.Event().wait()
+        yield TokenChunk(id="")
+
+    front = start_front(endless)
+    body = {**USER, "stream": True}
+    with httpx.Client(base_url=front.url, trust_env=False) as http, http.stream("POST", CHAT, json=body):
+        assert submitted.wait(10)
+    front.coordinator.cancelled.get(timeout=5)
+    text = front.http.get("/metrics").text
+    assert "mlx_mesh_client_disconnects_total 1.0" in text
+    assert "mlx_mesh_open_requests 0.0" in text
