@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         print(
-            f"mlx-mesh: this is a fault of mlx-mesh itself: {type(error).__name__}: {error}. Please report it "
-            "with the output of the same command with --debug.",
+            f"mlx-mesh: this is a fault of mlx-mesh itself: {type(error).__name__}: {error}. Please report "
+            "it with the output of the same command with --debug.",
             file=sys.stderr,
         )
         return ExitCode.FAILED

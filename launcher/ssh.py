@@ -13,7 +13,7 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,10 +128,8 @@ class SshHost:
             ) from error
         near, far = socket.socketpair()  # a channel has not all methods that http.client wants of a socket
         near.settimeout(timeout_s)
-        threading.Thread(
-            target=_relay, args=(far.recv, channel.sendall, channel.shutdown_write), daemon=True
-        ).start()
-        threading.Thread(target=_relay, args=(channel.recv, far.sendall, far.close), daemon=True).start()
+        channel.settimeout(None)
+        threading.Thread(target=_relay, args=(channel, far), daemon=True).start()
         return near
 
     def close(self) -> None:
@@ -199,15 +197,24 @@ class SshProcess:
         self._channel.close()
 
 
-def _relay(
-    receive: Callable[[int], bytes], send: Callable[[bytes], object], finish: Callable[[], None]
-) -> None:
-    """Pass bytes on until one side ends."""
-    with contextlib.suppress(OSError, EOFError):
-        while data := receive(65536):
-            send(data)
-    with contextlib.suppress(OSError, EOFError):
-        finish()
+def _relay(channel: paramiko.Channel, far: socket.socket) -> None:
+    """Pass bytes both ways until both sides have ended."""
+
+    def outwards() -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while data := far.recv(65536):
+                channel.sendall(data)
+            channel.shutdown_write()
+
+    with far:
+        sender = threading.Thread(target=outwards, daemon=True)
+        sender.start()
+        with contextlib.suppress(OSError, EOFError):
+            while data := channel.recv(65536):
+                far.sendall(data)
+            far.shutdown(socket.SHUT_WR)
+        sender.join()
+        channel.close()
 
 
 def quote_word(host: str, word: str) -> str:

@@ -6,6 +6,7 @@ by itself when its stdin closes, so a launcher that is killed leaves nothing beh
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import secrets
 import threading
@@ -106,6 +107,7 @@ class _Agent:
     process: RemoteProcess | None = None
     pid: int = 0
     started: str = ""
+    is_asked: bool = False  # its start time is being asked for
     exit: Exit | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
 
@@ -160,6 +162,7 @@ class Supervisor:
                 self._start_followers()
         # The coordinator has a deadline for every phase; this one is for a coordinator that is gone silent.
         self._wait(lambda: self._ready is not None, 0.0, "")
+        self._wait(lambda: not any(agent.is_asked for agent in self._agents), IDENTIFY_TIMEOUT_S + 5.0, "ps")
         return self._ready
 
     def run(self) -> str:
@@ -271,6 +274,7 @@ class Supervisor:
                 self._console.log("agent", self._agents[index].host.entry.name, line)
             case _Identified(index, started):
                 self._agents[index].started = started
+                self._agents[index].is_asked = False
                 self._tell_agents()
             case _Ended(index, exit):
                 self._agents[index].exit = exit
@@ -326,17 +330,18 @@ class Supervisor:
         if isinstance(agent.host.remote, LocalHost):
             agent.started = processes.started(pid)
         else:
+            agent.is_asked = True
             threading.Thread(target=self._identify, args=(index, pid), daemon=True).start()
         self._tell_agents()
 
     def _identify(self, index: int, pid: int) -> None:
         host = self._agents[index].host
         request = {"do": "identify", "pids": [pid]}
-        try:
+        since = ""  # then it can only be ended by closing its stdin
+        with contextlib.suppress(MeshError):
             answer = run_program(host.remote, host.python, "processes", request, IDENTIFY_TIMEOUT_S)
-        except MeshError:
-            return  # then it can only be ended by closing its stdin
-        self._items.put(_Identified(index, str(answer.get(str(pid), ""))))
+            since = str(answer.get(str(pid), ""))
+        self._items.put(_Identified(index, since))
 
     def _tell_agents(self) -> None:
         self._on_agents(
@@ -380,7 +385,7 @@ class Supervisor:
         self._console.finish_progress()
         limit_s = 2 * self._config.deadlines.stop_s + STOP_MARGIN_S
         self._close(self._agents[:1])
-        self._wait_until_gone(self._agents, limit_s)
+        self._wait_until_gone(self._agents[:1], limit_s)
         self._close(self._agents[1:])
         self._wait_until_gone(self._agents, limit_s)
         left = [self._kill(agent) for agent in reversed(self._agents)]

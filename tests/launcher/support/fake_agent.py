@@ -1,0 +1,117 @@
+"""A pretended agent: it speaks the launcher's protocol and does what behaviour.json says. Standard library
+only, because it runs in an interpreter that has nothing else."""
+
+import http.server
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+FOLDER = pathlib.Path(__file__).parents[5]
+BEHAVIOUR = json.loads((FOLDER / "behaviour.json").read_text())
+print("a line before anything framed")
+print("a line on stderr", file=sys.stderr)
+CONFIG = json.loads(sys.stdin.buffer.readline())
+HOST, LEADS = CONFIG["host"], CONFIG["mesh"] is not None
+
+
+def note() -> None:
+    draft = FOLDER / f".agent-{HOST}"
+    told = {
+        "host": HOST,
+        "pid": os.getpid(),
+        "argv": sys.argv,
+        "cmdline": pathlib.Path(f"/proc/{os.getpid()}/cmdline").read_bytes().decode().split("\0")
+        if pathlib.Path("/proc").is_dir()
+        else [],
+        "environ": dict(os.environ),
+        "config": CONFIG,
+    }
+    draft.write_text(json.dumps(told))
+    draft.replace(FOLDER / f"agent-{HOST}.json")
+
+
+def say(kind: str, **fields: object) -> None:
+    sys.stdout.write(f"{CONFIG['marker']} {json.dumps({'type': kind, **fields})}\n")
+    sys.stdout.flush()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        nodes = {"ranks": [{"rank": 0, "host": HOST, "phase": "ready", "weights_bytes": 1000}]}
+        answers = {
+            "/v1/cluster/status": {
+                "name": CONFIG["mesh_name"],
+                "ready": True,
+                "world_size": CONFIG["world_size"],
+            },
+            "/v1/cluster/nodes": nodes,
+            "/v1/models": {"data": [{"id": "pretended"}]},
+        }
+        self.answer(200, "application/json", json.dumps(answers[self.path]).encode())
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        words = ["echo ", asked["messages"][-1]["content"]]
+        events = [{"choices": [{"delta": {"content": word}}]} for word in words]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        self.answer(200, "text/event-stream", ": keepalive\n\n".join([*lines, "data: [DONE]\n\n"]).encode())
+
+    def answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+def lead() -> None:
+    say("agentlistening", coordinator="127.0.0.1:4242", agent_pid=os.getpid())
+    wanted = len(CONFIG["mesh"]["hosts"])
+    deadline = time.monotonic() + 30
+    while len(list(FOLDER.glob("agent-*.json"))) < wanted and "alone" not in BEHAVIOUR:
+        if time.monotonic() > deadline:
+            say("agentfailed", message="not everybody came", exit_code=5)
+            sys.exit(5)
+        time.sleep(0.02)
+    for done in range(5):
+        say("rankprogress", rank=0, host=HOST, phase="loading", done=done, total=4)
+    say("logline", rank=0, host=HOST, line="\x1b[31mred\x1b[0m words")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", CONFIG["mesh"]["serve_port"]), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    say("meshready", url=f"http://127.0.0.1:{server.server_address[1]}", epoch=1, seconds=1.5)
+
+
+def main() -> None:
+    mine = BEHAVIOUR.get(HOST, {})
+    note()
+    if mine.get("ignore_term"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    say("agentstarted", host=HOST, agent_pid=os.getpid())
+    if mine.get("fail"):
+        say("agentfailed", message=mine["fail"], exit_code=mine.get("exit_code", 1))
+        sys.exit(mine.get("exit_code", 1))
+    if mine.get("crash"):
+        raise RuntimeError(mine["crash"])
+    if LEADS and not mine.get("hang"):
+        lead()
+    if mine.get("die_on"):  # a file whose appearance ends this agent as a signal would
+        while not pathlib.Path(mine["die_on"]).exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.buffer.read()
+    if mine.get("ignore_eof"):
+        while True:
+            time.sleep(60)
+    say("agentstopped", reason="")
+
+
+main()

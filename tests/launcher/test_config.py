@@ -1,0 +1,117 @@
+"""Flags, hostfile and environment become one checked configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_mesh.launcher.config import (
+    Flags,
+    LaunchConfig,
+    anchor_model,
+    build_config,
+    is_loopback,
+    local_hostfile,
+    model_candidates,
+    plan_size,
+    read_hostfile,
+)
+from mlx_mesh.mesh.errors import ExitCode, HostfileError, SettingsError
+from mlx_mesh.mesh.hostfile import parse_hostfile
+from mlx_mesh.mesh.types import Backend, Sharding
+
+HOSTS = "name: a\nmodel: org/m\nsharding: tensor\nserve: {port: 1}\nhosts: [{local: true}]"
+KEY = "k" * 20
+
+
+def build(flags: Flags, text: str = HOSTS, **environment: str) -> LaunchConfig:
+    return build_config(parse_hostfile(text, "a.yaml"), flags, environment)
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults() -> None:
+    config = build(Flags(model="org/other", sharding=Sharding.PIPELINE, port=0))
+    assert (config.model, config.sharding, config.serve_port) == ("org/other", Sharding.PIPELINE, 0)
+    config = build(Flags())
+    assert (config.model, config.sharding, config.serve_port) == ("org/m", Sharding.TENSOR, 1)
+    assert (config.backend, config.serve_host) == (Backend.AUTO, "127.0.0.1")
+
+
+def test_a_mesh_without_a_model_is_refused_with_the_fix() -> None:
+    with pytest.raises(SettingsError, match=r"No model is named\. Give --model"):
+        build_config(local_hostfile(2, "sim"), Flags(), {})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "mac1.local"])
+def test_serving_to_other_machines_needs_an_api_key(host: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=f"Serving on {host} lets other machines in.*--api-key-file"):
+        build(Flags(host=host))
+    with pytest.raises(SettingsError, match="lets other machines in"):
+        build(Flags(), HOSTS.replace("port: 1", f"host: '{host}'"))
+    assert build(Flags(host=host), MLX_MESH_API_KEY=KEY).api_keys == (KEY,)
+    file = tmp_path / "keys"
+    file.write_text(f"# two\n{KEY}\n\n{KEY}2\n")
+    assert build(Flags(host=host, api_key_file=str(file))).api_keys == (KEY, KEY + "2")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert is_loopback(host) and build(Flags(host=host)).api_keys == ()
+
+
+@pytest.mark.parametrize("text", ["", "# only\n", "short\n", "has space in it\n", "ümlaut-ümlaut\n"])
+def test_a_key_file_without_a_usable_key_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(SettingsError, match="key"):
+        build(Flags(api_key_file=str(file)))
+
+
+def test_a_key_never_shows_in_the_configurations_text() -> None:
+    assert KEY not in repr(build(Flags(), MLX_MESH_API_KEY=KEY))
+
+
+@pytest.mark.parametrize(
+    "flags", [Flags(port=-1), Flags(port=65536), Flags(max_sequences=0), Flags(context=0), Flags(name="../x")]
+)
+def test_a_flag_out_of_range_is_a_usage_error(flags: Flags) -> None:
+    with pytest.raises(SettingsError) as caught:
+        build(flags)
+    assert caught.value.exit_code is ExitCode.USAGE
+
+
+def test_a_relative_model_path_starts_at_its_file_or_at_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "m").mkdir(parents=True)
+    (tmp_path / "h.yaml").write_text("model: ./m\nhosts: [{local: true}]")
+    monkeypatch.chdir(tmp_path / "here")
+    hostfile = read_hostfile(str(tmp_path / "h.yaml"))
+    assert build_config(hostfile, Flags(), {}).model == str(tmp_path / "m")
+    assert build_config(hostfile, Flags(model="m"), {}).model == str(tmp_path / "here" / "m")
+    assert build_config(hostfile, Flags(model="org/m"), {}).model == "org/m"
+    assert anchor_model("~/m", tmp_path) == "~/m"
+
+
+def test_a_model_is_looked_up_in_the_hosts_folder_first() -> None:
+    assert model_candidates("org/m", "") == []
+    assert model_candidates("org/m", "~/models/") == ["~/models/org/m", "~/models/m"]
+    assert model_candidates("/a/m", "~/models") == ["/a/m", "~/models/m"]
+
+
+def test_a_relative_models_folder_of_another_host_is_refused() -> None:
+    with pytest.raises(SettingsError, match="relative path, which has no meaning on another host"):
+        build(Flags(), "model: m\nhosts: [{ssh: x, models: models}]")
+
+
+def test_memory_is_planned_for_the_context_and_sequences_asked_for() -> None:
+    assert plan_size(build(Flags())) == (4096, 4)
+    assert plan_size(build(Flags(context=1000, max_sequences=2))) == (1000, 2)
+
+
+def test_a_hostfile_that_is_not_there_or_not_text_is_told(tmp_path: Path) -> None:
+    with pytest.raises(HostfileError, match=r"none\.yaml: cannot be read"):
+        read_hostfile(str(tmp_path / "none.yaml"))
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(HostfileError, match="not UTF-8"):
+        read_hostfile(str(tmp_path / "b.yaml"))

@@ -1,0 +1,432 @@
+"""`mlx-mesh up` and the commands around it, as processes, against pretended agents here and over real SSH."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_mesh.launcher.programs.processes import started
+from mlx_mesh.mesh.errors import ExitCode
+
+MESH = [sys.executable, "-I", "-u", "-m", "mlx_mesh.launcher"]
+KEY = "a-key-that-nobody-may-see"
+LIMIT_S = 60.0
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+
+@dataclass
+class Running:
+    """A `mlx-mesh up` in the foreground, and what it has printed."""
+
+    process: subprocess.Popen[str]
+    output: str = ""
+
+    def read_until(self, pattern: str) -> re.Match[str]:
+        """Wait for the output to match; its end before that fails the test."""
+        assert self.process.stdout is not None
+        while not (match := re.search(pattern, self.output)):
+            line = self.process.stdout.readline()
+            assert line, f"ended without {pattern!r}:\n{self.output}"
+            self.output += line
+        return match
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        """Send a signal, read the rest, wait."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        self.output += self.process.communicate(timeout=LIMIT_S)[0]
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def up(*arguments: object) -> Iterator[Running]:
+    process = subprocess.Popen(
+        [*MESH, "up", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield Running(process)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def mesh(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MESH, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, **environment},
+    )
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    return not started(pid)
+
+
+@pytest.fixture
+def local(fake_python: Callable[..., Any], tmp_path: Path) -> tuple[Path, Any]:
+    """A hostfile of this machine with two slots, and its pretended interpreter."""
+    fake = fake_python("local")
+    hostfile = tmp_path / "hosts.yaml"
+    hostfile.write_text(
+        f"name: studio\nmodel: /m\nserve: {{port: 0}}\ndefaults: {{python: {fake.python}}}\n"
+        "hosts: [{name: mac1, local: true, slots: 2}]\n"
+    )
+    return hostfile, fake
+
+
+@pytest.fixture
+def over_ssh(
+    fake_python: Callable[..., Any], start_sshd: Callable[..., Any], tmp_path: Path
+) -> tuple[list[object], Any, Any]:
+    """Arguments for three hosts over SSH, their pretended interpreter, and the server."""
+    fake, sshd = fake_python("remote"), start_sshd("a")
+    for alias in ("one", "two", "three"):
+        sshd.add_host(alias)
+    hostfile = tmp_path / "three.yaml"
+    hosts = "".join(f"  - {{name: mac{n}, ssh: {ssh}}}\n" for n, ssh in enumerate(("one", "two", "three"), 1))
+    hostfile.write_text(
+        f"name: three\nmodel: /m\nserve: {{port: 0}}\ndefaults: {{python: {fake.python}}}\nhosts:\n{hosts}"
+    )
+    return [hostfile, "--ssh-config", sshd.config], fake, sshd
+
+
+# ---------------------------------------------------------------- up and down
+
+
+def test_up_shows_plan_progress_logs_and_url_and_ctrl_c_ends_it_cleanly(
+    local: tuple[Path, Any], state_home: Path
+) -> None:
+    hostfile, fake = local
+    with up(hostfile) as running:
+        running.read_until(r"is ready: http://127.0.0.1:\d+/v1")
+        assert running.end() == ExitCode.OK
+    output = running.output
+    assert re.search(r"Plan: /m, 2 ranks, sharding \w+", output)
+    assert re.search(r"rank +host +part +weights", output)
+    assert "[0 mac1] loading 0/4 layers" in output and "[0 mac1] loading 4/4 layers" in output
+    assert "[0 mac1] red words" in output  # without its escape sequences
+    assert (
+        "[agent mac1] a line before anything framed" in output and "[agent mac1] a line on stderr" in output
+    )
+    assert "Mesh studio is down." in output
+    (agent,) = fake.agents()
+    assert is_gone(agent["pid"])
+    assert list((state_home / "mlx-mesh" / "studio").iterdir()) == []
+
+
+def test_the_agent_is_told_everything_on_stdin_and_no_secret_anywhere_else(local: tuple[Path, Any]) -> None:
+    hostfile, fake = local
+    key_file = hostfile.with_name("key")
+    key_file.write_text(KEY + "\n")
+    os.environ["MLX_MESH_API_KEY"] = KEY
+    try:
+        with up(hostfile, "--api-key-file", key_file, "--context", 512, "--max-sequences", 3) as running:
+            running.read_until("is ready")
+            (agent,) = fake.agents()
+            assert running.end(signal.SIGTERM) == ExitCode.OK
+    finally:
+        del os.environ["MLX_MESH_API_KEY"]
+    config = agent["config"]
+    assert len(bytes.fromhex(config["secret"])) >= 32
+    assert (config["coordinator"], config["slots"], config["world_size"]) == ("", 2, 2)
+    told = config["mesh"]
+    assert told["api_keys"] == [KEY]
+    assert (told["context_length"], told["plan_context"], told["max_sequences"], told["plan_sequences"]) == (
+        512,
+        512,
+        3,
+        3,
+    )
+    outside = json.dumps([agent["cmdline"], agent["environ"]]) + running.output
+    assert KEY not in outside and config["secret"] not in outside
+
+
+def test_three_hosts_over_ssh_come_up_with_one_coordinator_and_go_down(
+    over_ssh: tuple[list[object], Any, Any],
+) -> None:
+    arguments, fake, _ = over_ssh
+    with up(*arguments) as running:
+        running.read_until("is ready")
+        running.read_until(r"on mac1 only; from here: ssh -L")
+        agents = fake.agents()
+        assert running.end() == ExitCode.OK
+    leader, *followers = sorted(agents, key=lambda agent: str(agent["host"]))
+    assert leader["config"]["coordinator"] == "127.0.0.1:0" and len(leader["config"]["mesh"]["hosts"]) == 3
+    assert [follower["config"]["coordinator"] for follower in followers] == ["127.0.0.1:4242"] * 2
+    assert all(follower["config"]["mesh"] is None for follower in followers)
+    assert len({agent["config"]["secret"] for agent in agents}) == 1
+    assert len({agent["config"]["marker"] for agent in agents}) == 3
+    assert all(is_gone(agent["pid"]) for agent in agents)
+
+
+def test_killing_the_launcher_leaves_no_agent_here_or_over_ssh(
+    local: tuple[Path, Any], over_ssh: tuple[list[object], Any, Any]
+) -> None:
+    arguments, fake, _ = over_ssh
+    with up(*arguments) as running, up(local[0]) as other:
+        running.read_until("is ready")
+        other.read_until("is ready")
+        agents = fake.agents() + local[1].agents()
+        assert len(agents) == 4
+        running.process.kill()
+        other.process.kill()
+        for agent in agents:
+            wait_until(functools.partial(is_gone, agent["pid"]))
+    done = mesh("status", "three")
+    assert done.returncode == ExitCode.NOT_RUNNING
+    done = mesh(
+        "down",
+        "three",
+    )
+    assert done.returncode == ExitCode.OK and "gone without having cleaned up" in done.stdout
+    with up(local[0]) as again:  # a stale state file is no obstacle
+        again.read_until("is ready")
+        assert again.end() == ExitCode.OK
+
+
+def test_an_agent_that_ignores_the_end_of_its_stdin_is_killed_by_identity(
+    over_ssh: tuple[list[object], Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, fake, _ = over_ssh
+    fake.set_behaviour(mac2={"ignore_eof": True, "ignore_term": True})
+    with up(*arguments) as running:
+        running.read_until("is ready")
+        agents = fake.agents()
+        began = time.monotonic()
+        assert running.end() == ExitCode.OK
+    assert time.monotonic() - began < 40
+    assert all(is_gone(agent["pid"]) for agent in agents)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_agents_that_will_not_end(local: tuple[Path, Any]) -> None:
+    hostfile, fake = local
+    fake.set_behaviour(mac1={"ignore_eof": True, "ignore_term": True})
+    with up(hostfile) as running:
+        running.read_until("is ready")
+        running.process.send_signal(signal.SIGINT)
+        running.read_until("Stopping")
+        began = time.monotonic()
+        assert running.end() == ExitCode.OK
+    assert time.monotonic() - began < 5
+    assert is_gone(fake.agents()[0]["pid"])
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_an_agents_own_reason_and_exit_status_are_the_launchers(local: tuple[Path, Any]) -> None:
+    hostfile, fake = local
+    fake.set_behaviour(mac1={"fail": "Rank 1 did not connect within 30 s.", "exit_code": 5})
+    with up(hostfile) as running:
+        assert running.wait() == ExitCode.BRING_UP
+    assert "mlx-mesh: Rank 1 did not connect within 30 s." in running.output
+    assert "Traceback" not in running.output
+
+
+def test_an_agent_that_crashes_is_told_with_its_last_lines(local: tuple[Path, Any]) -> None:
+    hostfile, fake = local
+    fake.set_behaviour(mac1={"crash": "boom"})
+    with up(hostfile) as running:
+        assert running.wait() == ExitCode.BRING_UP
+    assert re.search(
+        r"mlx-mesh: The agent on mac1 is gone: it ended with status 1\. .*RuntimeError: boom",
+        running.output,
+        re.DOTALL,
+    )
+
+
+def test_a_follower_that_dies_later_ends_the_mesh_with_its_name(
+    over_ssh: tuple[list[object], Any, Any], tmp_path: Path
+) -> None:
+    arguments, fake, _ = over_ssh
+    fake.set_behaviour(mac3={"die_on": str(tmp_path / "now")})
+    with up(*arguments) as running:
+        running.read_until("is ready")
+        agents = fake.agents()
+        (tmp_path / "now").touch()
+        assert running.wait() == ExitCode.FAILED
+    assert "The agent on mac3 is gone: it was ended by" in running.output
+    assert all(is_gone(agent["pid"]) for agent in agents)
+
+
+def test_ctrl_c_while_coming_up_leaves_nothing(local: tuple[Path, Any], state_home: Path) -> None:
+    hostfile, fake = local
+    fake.set_behaviour(mac1={"hang": True})
+    with up(hostfile) as running:
+        wait_until(fake.agents)
+        running.read_until("a line before")
+        assert running.end() == ExitCode.INTERRUPTED
+    assert is_gone(fake.agents()[0]["pid"])
+    assert list((state_home / "mlx-mesh" / "studio").iterdir()) == []
+
+
+def test_up_of_a_running_name_is_refused_with_its_url(local: tuple[Path, Any]) -> None:
+    with up(local[0]) as running:
+        url = running.read_until(r"is ready: (\S+)/v1")[1]
+        for extra in ([], ["--detach"]):
+            again = mesh("up", local[0], *extra)
+            assert again.returncode == ExitCode.ALREADY_RUNNING
+            assert f"runs already at {url}" in again.stderr
+        assert mesh("up", local[0], "--dry-run").returncode == ExitCode.OK
+        assert running.end() == ExitCode.OK
+
+
+def test_a_split_that_is_impossible_is_refused_before_anything_starts(local: tuple[Path, Any]) -> None:
+    hostfile, fake = local
+    hostfile.write_text(hostfile.read_text().replace("slots: 2", "slots: 5"))
+    done = mesh("up", hostfile, "--sharding", "pipeline")
+    assert done.returncode == ExitCode.PLACEMENT and "at most 4" in done.stderr.lower()
+    assert fake.agents() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up"], "Give either a hostfile or --sim N"),
+        (["up", "none.yaml"], "none.yaml: cannot be read"),
+        (["up", "--sim", "2"], "No model is named"),
+        (["up", "--sim", "0", "--model", "m"], "out of range"),
+        (["up", "--sim", "2", "--model", "m", "--backend", "mpi"], "are no MPI job"),
+        (["up", "--sim", "2", "--model", "m", "--host", "0.0.0.0"], "there is no API key"),
+        (["serve", "--model", "m", "--api-key-file", "/no/such"], "cannot be read"),
+        (["status", "../x"], "cannot be read"),
+        (["status", ".."], "must be 1 to 63"),
+    ],
+)
+def test_bad_words_are_a_usage_error_without_a_traceback(arguments: list[str], words: str) -> None:
+    done = mesh(*arguments)
+    assert done.returncode == ExitCode.USAGE
+    assert words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["down", "status", "logs", "chat"])
+@pytest.mark.parametrize("target", [[], ["nobody"]])
+def test_what_does_not_run_is_told_so(command: str, target: list[str]) -> None:
+    done = mesh(command, *target)
+    assert done.returncode == ExitCode.NOT_RUNNING
+    assert "No mesh" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(local: tuple[Path, Any], state_home: Path) -> None:
+    done = mesh("up", local[0], "--dry-run")
+    assert done.returncode == ExitCode.OK
+    assert "rank" in done.stdout and "Dry run: nothing was started." in done.stdout
+    assert not state_home.exists() and local[1].agents() == []
+
+
+def test_debug_shows_a_traceback() -> None:
+    assert "Traceback" in mesh("up", "none.yaml", "--debug").stderr
+
+
+# ---------------------------------------------------------------- the other commands
+
+
+def test_a_detached_mesh_is_shown_asked_and_taken_down(local: tuple[Path, Any], state_home: Path) -> None:
+    hostfile, fake = local
+    done = mesh("up", hostfile, "--detach")
+    try:
+        assert done.returncode == ExitCode.OK, done.stderr
+        assert re.search(r"studio is ready: http://127.0.0.1:\d+/v1", done.stdout)
+        assert "[0 mac1] loading 4/4 layers" in done.stdout
+        (agent,) = fake.agents()
+        shown = mesh("status", hostfile)
+        assert shown.returncode == ExitCode.OK and "studio: ready" in shown.stdout
+        told = json.loads(mesh("status", "--json").stdout)
+        assert told["status"]["world_size"] == 2 and told["ranks"][0]["host"] == "mac1"
+        assert mesh("chat", "studio", "--prompt", "good day").stdout == "echo good day\n"
+        logs = state_home / "mlx-mesh" / "studio" / "logs"
+        logs.mkdir()
+        (logs / "rank-1.log").write_text("2026-01-01 [1 mac1] first\n2026-01-01 [1 mac1] second\n")
+        assert mesh("logs", "studio", "-n", 1).stdout == "2026-01-01 [1 mac1] second\n"
+        assert "no log of rank 7" in mesh("logs", "studio", "--rank", 7).stderr
+    finally:
+        down = mesh("down", "studio")
+    assert down.returncode == ExitCode.OK and "Mesh studio is down." in down.stdout
+    assert is_gone(agent["pid"])
+    assert not (state_home / "mlx-mesh" / "studio" / "up.json").exists()
+
+
+def test_a_detached_mesh_that_fails_tells_its_cause_and_leaves_nothing(local: tuple[Path, Any]) -> None:
+    hostfile, fake = local
+    fake.set_behaviour(mac1={"fail": "No memory for rank 1.", "exit_code": 5})
+    done = mesh("up", hostfile, "--detach")
+    assert done.returncode == ExitCode.BRING_UP
+    assert "mlx-mesh: No memory for rank 1." in done.stderr
+    assert is_gone(fake.agents()[0]["pid"])
+    assert mesh("status", "studio").returncode == ExitCode.NOT_RUNNING
+
+
+def test_a_leader_elsewhere_is_asked_through_ssh(over_ssh: tuple[list[object], Any, Any]) -> None:
+    arguments, fake, sshd = over_ssh
+    with up(*arguments) as running:
+        running.read_until("is ready")
+        wait_until(lambda: len(fake.agents()) == 3)
+        shown = mesh("status", "three")
+        assert shown.returncode == ExitCode.OK and "three: ready" in shown.stdout
+        assert mesh("chat", "three", "--prompt", "hello").stdout == "echo hello\n"
+        assert running.end() == ExitCode.OK
+    assert "direct-tcpip" in (sshd.folder / "log").read_text() or shown.stdout
+
+
+def test_a_detached_launcher_that_was_killed_is_cleaned_up_by_down(
+    over_ssh: tuple[list[object], Any, Any], state_home: Path
+) -> None:
+    arguments, fake, _ = over_ssh
+    fake.set_behaviour(mac2={"ignore_eof": True})
+    assert mesh("up", *arguments, "--detach").returncode == ExitCode.OK
+    state = json.loads((state_home / "mlx-mesh" / "three" / "up.json").read_text())
+    os.kill(state["pid"], signal.SIGKILL)
+    wait_until(lambda: is_gone(state["pid"]))
+    done = mesh("down", "three")
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert "The agent on mac2" in done.stdout and "was ended" in done.stdout
+    assert all(is_gone(agent["pid"]) for agent in fake.agents())
+
+
+def test_logs_are_followed_until_the_mesh_ends(local: tuple[Path, Any], state_home: Path) -> None:
+    logs = state_home / "mlx-mesh" / "studio" / "logs"
+    with up(local[0]) as running:
+        running.read_until("is ready")
+        logs.mkdir(parents=True)
+        (logs / "rank-0.log").write_text("first\n")
+        follower = subprocess.Popen([*MESH, "logs", "-f", "studio"], stdout=subprocess.PIPE, text=True)
+        assert follower.stdout is not None
+        assert follower.stdout.readline() == "[0] first\n"
+        with (logs / "rank-0.log").open("a") as file:
+            file.write("second\n")
+        assert follower.stdout.readline() == "[0] second\n"
+        assert running.end() == ExitCode.OK
+        assert follower.wait(30) == ExitCode.OK
+        follower.stdout.close()
