@@ -18,7 +18,7 @@ class HostCapacity(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     slots: int
     usable_memory_bytes: int  # of the whole host, shared by its slots
-    layers: int = 0  # pinned number of layers per slot; 0 = planned
+    layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0
 
     @property
@@ -64,15 +64,16 @@ def ranks_of(hosts: Sequence[HostCapacity]) -> tuple[Rank, ...]:
     for host in hosts:
         if host.slots < 1:
             raise PlacementError(f"Host {host.name} has {host.slots} slots; it needs at least one.")
-        if host.layers < 0:
+        if host.layers and (len(host.layers) != host.slots or min(host.layers) < 1):
             raise PlacementError(
-                f"Host {host.name} is pinned to {host.layers} layers; it needs at least one."
+                f"Host {host.name} has {host.slots} slots pinned to {list(host.layers)} layers; each slot "
+                "needs one number, at least 1."
             )
         if host.rank_memory_bytes < 1:
             raise PlacementError(
                 f"Host {host.name} offers no memory (usable {host.usable_memory_bytes} bytes, limit "
                 f"{host.memory_limit_bytes}). Free some, raise `memory_limit`, or leave the host out."
             )
-        for _ in range(host.slots):
-            ranks.append(Rank(len(ranks), host.name, host.rank_memory_bytes, host.layers))
+        for pinned in host.layers or (0,) * host.slots:
+            ranks.append(Rank(len(ranks), host.name, host.rank_memory_bytes, pinned))
     return tuple(ranks)

@@ -42,7 +42,7 @@ class HostEntry:
     addresses: tuple[str, ...] = ()  # IPv4 for the data links; () = found by the launcher
     rdma: tuple[str | None, ...] = ()  # one device per host of the file, None for itself
     slots: int = 1  # ranks on this host
-    layers: int = 0  # pinned number of layers per slot; 0 = planned
+    layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0  # 0 = what the host reports
     line: int = 0  # where it stands in the file
 
@@ -115,7 +115,7 @@ class _Host(_Strict):
     addresses: list[str] = []
     rdma: list[str | None] = []
     slots: int = pydantic.Field(default=1, ge=1, le=64)
-    layers: int | None = pydantic.Field(default=None, ge=1)
+    layers: Any = None
     memory_limit: Any = None
 
 
@@ -244,10 +244,26 @@ def _host(host: _Host, index: int, defaults: _Defaults, lines: Lines, faults: _F
         addresses=tuple(host.addresses),
         rdma=tuple(host.rdma),
         slots=host.slots,
-        layers=host.layers or 0,
+        layers=_pins(host, here, faults),
         memory_limit_bytes=limit if isinstance(limit, int) else 0,
         line=lines.of(here),
     )
+
+
+def _pins(host: _Host, here: Place, faults: _Faults) -> tuple[int, ...]:
+    """`layers` of a host, one number for each slot; () when it has none."""
+    if host.layers is None:
+        return ()
+    given = host.layers if isinstance(host.layers, list) else [host.layers] * host.slots
+    problem = ""
+    if not all(isinstance(pin, int) and not isinstance(pin, bool) and pin > 0 for pin in given):
+        problem = f"`layers: {host.layers}` must be at least 1, a whole number or one for each slot"
+    elif len(given) != host.slots:
+        problem = f"{len(given)} numbers of layers for {host.slots} slots; give one for each slot"
+    if problem:
+        faults.add((*here, "layers"), problem)
+        return ()
+    return tuple(given)
 
 
 def _check_together(hosts: tuple[HostEntry, ...], faults: _Faults) -> None:

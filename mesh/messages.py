@@ -56,7 +56,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     slots: int = 1
     address: str = ""  # IPv4 for the data links; '' = the agent's control address
-    layers: int = 0  # pinned number of layers per slot; 0 = planned
+    layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0  # 0 = what the host reports
     rdma: tuple[str | None, ...] = ()
 

@@ -46,7 +46,7 @@ def test_the_three_macs_example_reads_every_field() -> None:
     studio, mini, book = hostfile.hosts
     assert (hostfile.sharding, hostfile.backend) == (Sharding.PIPELINE, Backend.RING)
     assert (studio.user, mini.user, book.user) == ("me", "me", "alex")
-    assert (mini.memory_limit_bytes, book.layers, mini.models) == (40 * 10**9, 8, "~/models")
+    assert (mini.memory_limit_bytes, book.layers, mini.models) == (40 * 10**9, (8,), "~/models")
 
 
 def test_the_mlx_launch_example_is_read_as_it_is_and_says_what_it_leaves_out() -> None:
@@ -245,3 +245,11 @@ def test_a_structure_that_holds_itself_is_stopped() -> None:
 def test_all_faults_of_a_file_are_told_at_once_in_the_order_of_its_lines() -> None:
     message = fault("backend: x\nsharding: y\nhosts:\n  - {slots: -1}\n")
     assert [line.split(":")[1] for line in message.splitlines()] == ["1", "2", "4"]
+
+
+def test_layers_is_one_number_for_all_slots_or_one_for_each() -> None:
+    text = "model: m\nhosts:\n  - {name: a, local: true, slots: 2, layers: LAYERS}\n"
+    assert parse_hostfile(text.replace("LAYERS", "15"), "f").hosts[0].layers == (15, 15)
+    assert parse_hostfile(text.replace("LAYERS", "[20, 10]"), "f").hosts[0].layers == (20, 10)
+    with pytest.raises(HostfileError, match="f:3: 1 numbers of layers for 2 slots"):
+        parse_hostfile(text.replace("LAYERS", "[20]"), "f")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,7 +69,7 @@ def hosts(*memory: int, slots: int = 1, layers: tuple[int, ...] = ()) -> list[Ho
             name=f"mac{i + 1}",
             slots=slots,
             usable_memory_bytes=bytes_,
-            layers=layers[i] if layers else 0,
+            layers=(layers[i],) * slots if layers and layers[i] else (),
         )
         for i, bytes_ in enumerate(memory)
     ]
@@ -163,6 +164,15 @@ def test_more_ranks_than_legal_cuts_allow_names_the_cuts_and_the_reason() -> Non
     assert "at most 2 stages" in str(caught.value)
     assert "layers 4 to 29 share one KV cache" in str(caught.value)
     assert "before layer 4." in str(caught.value)
+
+
+def test_each_slot_of_a_host_can_have_its_own_number_of_layers() -> None:
+    one = HostCapacity(name="a", slots=3, usable_memory_bytes=48 * GB, layers=(12, 10, 8))
+    shards = plan_placement(footprint(), [one], AUTO).shards
+    assert [s.end_layer - s.start_layer for s in shards] == [12, 10, 8]
+    short = msgspec.structs.replace(one, layers=(12, 18))
+    with pytest.raises(PlacementError, match=r"has 3 slots pinned to \[12, 18\] layers"):
+        plan_placement(footprint(), [short], AUTO)
 
 
 def test_pinned_layers_that_do_not_add_up_say_the_sum_and_the_difference() -> None:
@@ -391,7 +401,7 @@ def small_cases(draw: st.DrawFn) -> tuple[ModelFootprint, list[HostCapacity], Pl
             name=f"h{i}",
             slots=1,
             usable_memory_bytes=draw(st.integers(1, 30)) * 500 * MB,
-            layers=draw(pins),
+            layers=(pin,) if (pin := draw(pins)) else (),
         )
         for i in range(draw(st.integers(2, 4)))
     ]
@@ -411,7 +421,7 @@ def every_division(
         for stage, (start, end) in enumerate(itertools.pairwise(limits)):
             machine = machines[len(machines) - 1 - stage]
             fits = memory.stage(start, end).total <= machine.usable_memory_bytes
-            allowed &= fits and machine.layers in (0, end - start)
+            allowed &= fits and (machine.layers in ((), (end - start,)))
             share = sum(layer.weights_bytes for layer in model.layers[start:end])
             worst = max(worst, share * 1_000_000 // machine.usable_memory_bytes)
         if allowed:

@@ -54,5 +54,5 @@ def test_all_wrong_hosts_are_named_at_once() -> None:
 
 
 def test_loopback_among_other_hosts_is_refused() -> None:
-    with pytest.raises(BringUpError, match="host a: 127.0.0.1 is loopback"):
+    with pytest.raises(BringUpError, match=r"host a: .* is loopback"):
         plan_addresses([link("a", joined="127.0.0.1"), link("b", joined="10.0.0.1")])
