@@ -16,6 +16,7 @@ RETRY_AFTER_S = 5
 
 _STATUS_OF_CODE = {
     "context_length_exceeded": 400,
+    "empty_prompt": 400,
     "model_not_found": 404,
     "queue_full": 429,
     "rate_limit_exceeded": 429,
@@ -73,7 +74,9 @@ def invalid(message: str, *, param: str | None, code: str = "invalid_value") -> 
 
 
 def not_ready(reason: str) -> ApiError:
-    return ApiError(503, f"The mesh is not ready: {reason}.", code="not_ready", retry_after_s=RETRY_AFTER_S)
+    return ApiError(
+        503, f"The mesh is not ready: {reason.rstrip('.')}.", code="not_ready", retry_after_s=RETRY_AFTER_S
+    )
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -36,10 +36,10 @@ async def cluster_nodes(request: Request) -> Response:
 
 
 def status_body(status: MeshStatus) -> dict[str, Any]:
-    """MeshStatus as JSON: rows of ranks are at /v1/cluster/nodes, counts of requests under `queue`."""
+    """MeshStatus as JSON, without the rows of ranks, which are at /v1/cluster/nodes."""
     fields: dict[str, Any] = msgspec.to_builtins(status)
     ranks = fields.pop("ranks")
-    fields["queue"] = {name: fields.pop(f"num_{name}") for name in ("running", "waiting", "open")}
+    fields["queue"] = {name: fields[f"num_{name}"] for name in ("running", "waiting", "open")}
     fields["plan"] = fields.pop("placement")
     return {
         "enabled": True,

@@ -65,14 +65,16 @@ def test_a_whole_answer_has_openais_shape(start_front: Any, saying: Any, ids_of:
 def test_a_stream_has_a_role_one_finish_a_usage_chunk_and_done(
     start_front: Any, saying: Any, ids_of: IdsOf
 ) -> None:
-    front = start_front(saying(ids_of("one two"), finish="stop"))
+    ids = ids_of("one two")
+    front = start_front(saying(ids, finish="stop"))
     events = front.events(CHAT, {**USER, "stream_options": {"include_usage": True}})
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert text_of(events) == "one two"
     assert finish_reasons(events) == ["stop"]
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"] == [] and events[-2]["object"] == "chat.completion.chunk"
-    assert events[-2]["usage"]["completion_tokens"] == len(ids_of("one two"))
+    assert events[-2]["usage"]["completion_tokens"] == len(ids)
+    assert len(events) == 1 + len(ids) + 1 + 1 + 1  # role, a chunk per token, finish, usage, [DONE]
     assert all(event["usage"] is None for event in events[:-2])
     assert len({event["id"] for event in events[:-1]}) == 1
 

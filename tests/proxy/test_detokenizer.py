@@ -87,9 +87,7 @@ def test_bytes_that_are_no_text_do_not_hold_back_what_follows(
     assert rest.endswith("fine")
 
 
-def test_special_tokens_are_not_shown_and_do_not_cost_the_space_after_them(
-    tokenizer: ModelTokenizer, ids_of: IdsOf
-) -> None:
+def test_special_tokens_are_not_shown(tokenizer: ModelTokenizer, ids_of: IdsOf) -> None:
     ids = [*ids_of("one"), 1, 2, 1, *ids_of(" two")]
     assert "".join(pieces(tokenizer, ids)) == "one two"
 
@@ -153,3 +151,8 @@ def test_a_completion_keeps_the_space_that_a_decoder_drops_at_the_start(
     ids = sentencepiece_ids(sentencepiece, "two")  # begins with a low line
     assert "".join(pieces(sentencepiece, ids)) == "two"
     assert "".join(pieces(sentencepiece, ids, prompt)) == " two"
+
+
+def test_special_tokens_between_words_do_not_cost_the_space(sentencepiece: ModelTokenizer) -> None:
+    one, two = (sentencepiece_ids(sentencepiece, text) for text in ("one", "two"))
+    assert "".join(pieces(sentencepiece, [*one, 1, 2, 1, *two])) == "one two"

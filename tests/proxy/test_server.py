@@ -257,9 +257,7 @@ def test_on_loopback_no_key_is_needed_and_other_addresses_refuse_to_run_without(
         ("localhost.evil.example", 403),
     ],
 )
-def test_a_name_that_is_not_this_machines_is_refused_on_loopback(
-    plain_front: Any, host: str, status: int
-) -> None:
+def test_on_loopback_a_name_of_others_is_refused(plain_front: Any, host: str, status: int) -> None:
     assert plain_front.http.get("/health", headers={"host": host}).status_code == status
 
 
