@@ -114,7 +114,8 @@ async def _spawn(control: Control, plan: EpochPlan) -> None:
 async def _connect(control: Control, plan: EpochPlan) -> None:
     """Data ports, then the data group with its checked collective, then the plan channel."""
     control.enter(Phase.CONNECTING)
-    addresses, coordinator = (), ""
+    addresses: tuple[tuple[str, ...], ...] = ()
+    coordinator = ""
     if plan.backend is not Backend.NONE:
         addresses = await _reserve_ports(control, plan)
         if plan.backend is not Backend.RING:

@@ -136,7 +136,9 @@ class CoordinatorChannel:
             self.num_rejected_frames += 1
 
     async def close(self) -> None:
-        """Give queued messages half a second to leave, then close."""
+        """Give queued messages half a second to leave, then close. Once is enough."""
+        if self._socket.closed:
+            return
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)

@@ -324,7 +324,7 @@ def _secret(source: _Source, address: str, state: Path) -> tuple[str, tuple[str,
             f"the ranks meet at {address}, which is not loopback, so they need a secret: set the same "
             f"MLX_MESH_SECRET on all hosts. Make one: {_MAKE_SECRET}"
         )
-    path = state / "loopback-secret"
+    path = state / "manual" / "loopback-secret"
     return _development_secret(path), (
         f"no MLX_MESH_SECRET: using the development secret of {getpass.getuser()} in {path} (loopback only)",
     )

@@ -1,4 +1,4 @@
-"""From agents to a ready mesh, and every way in which that fails: one message, an exit status, nothing left."""
+"""From agents to a ready mesh, and every way in which that fails: one message and an exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_mesh.mesh.messages import (
     PlanChosen,
 )
 from mlx_mesh.mesh.types import Phase, Sharding
-from mlx_mesh.node import lifecycle
+from mlx_mesh.node import facts, lifecycle
 
 
 async def failed(host: Any) -> AgentFailed:
@@ -133,13 +133,12 @@ async def test_an_agent_with_another_secret_does_not_get_in(run_mesh: Any) -> No
 async def test_different_versions_are_a_table_of_hosts(run_mesh: Any, monkeypatch: Any) -> None:
     async with run_mesh() as mesh:
         leader = await mesh.start_leader()
-        real = lifecycle.gather_facts
+        real = facts.gather_facts
 
         def older(model: str) -> Any:
-            facts = real(model)
-            return msgspec.structs.replace(
-                facts, versions=msgspec.structs.replace(facts.versions, mlx="0.31.0")
-            )
+            true = real(model)
+            versions = msgspec.structs.replace(true.versions, mlx="0.31.0")
+            return msgspec.structs.replace(true, versions=versions)
 
         await leader.output.wait_for(str, lambda note: note.startswith("joined"))
         monkeypatch.setattr(lifecycle, "gather_facts", older)

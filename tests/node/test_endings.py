@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -16,12 +15,13 @@ import msgspec
 import pytest
 
 from mlx_mesh.mesh.errors import ExitCode
-from mlx_mesh.mesh.messages import AgentConfig, AgentListening, LauncherEvent, MeshReady
-from mlx_mesh.node.processes import ProcessId, is_alive
+from mlx_mesh.mesh.messages import AgentConfig, AgentListening, EpochEnded, LauncherEvent, MeshReady
+from mlx_mesh.node.processes import ProcessId, identify, is_alive
 from mlx_mesh.node.run_file import RunRecord
 
 MARKER = "@mesh@"
 SOON_S = 10.0
+OWN_FDS = Path("/proc/self/fd")
 
 
 class Launched:
@@ -77,8 +77,9 @@ async def launched(mesh: Any, host: str) -> AsyncIterator[Launched]:
 
 
 async def gone(processes: list[ProcessId]) -> None:
+    """Other processes' children send us no event, so this one polls."""
     async with asyncio.timeout(SOON_S):
-        while any(is_alive(process) for process in processes):
+        while any(is_alive(process) for process in processes):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
@@ -134,8 +135,6 @@ async def test_sigterm_on_the_leader_stops_all_hosts_cleanly(run_mesh: Any) -> N
 
 async def test_a_killed_follower_is_noticed_within_a_second(run_mesh: Any) -> None:
     async with run_mesh() as mesh, two_hosts(mesh) as (leader, follower, _):
-        from mlx_mesh.mesh.messages import EpochEnded
-
         loop = asyncio.get_running_loop()
         follower.process.kill()
         at = loop.time()
@@ -150,8 +149,6 @@ async def test_leftovers_of_a_dead_agent_are_ended_by_the_next_one(run_mesh: Any
         sleeper = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
         folder = mesh.state / "mac1" / "test"
         folder.mkdir(parents=True)
-        from mlx_mesh.node.processes import identify
-
         left = identify(sleeper.pid)
         other = identify(bystander.pid)
         assert left is not None and other is not None
@@ -179,10 +176,14 @@ async def test_leftovers_of_a_dead_agent_are_ended_by_the_next_one(run_mesh: Any
                 await process.wait()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads /proc")
+def num_descriptors() -> int:
+    return len(list(OWN_FDS.iterdir()))
+
+
+@pytest.mark.skipif(not OWN_FDS.exists(), reason="reads /proc")
 async def test_an_agent_that_comes_and_goes_leaves_no_descriptor_open(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
-        before = len(os.listdir("/proc/self/fd"))
-        leader, _ = await mesh.up()
+        before = num_descriptors()
+        await mesh.up()
         await mesh.close()
-        assert len(os.listdir("/proc/self/fd")) <= before + 1
+        assert num_descriptors() <= before + 1

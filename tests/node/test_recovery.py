@@ -14,12 +14,14 @@ from mlx_mesh.mesh.messages import (
     Cancel,
     Chunk,
     EpochEnded,
+    Failed,
     HostPlan,
     LogLine,
     MeshReady,
     Readiness,
 )
 from mlx_mesh.mesh.types import Phase
+from mlx_mesh.node.processes import identify
 
 
 async def next_epoch(leader: Any, epoch: int) -> MeshReady:
@@ -62,7 +64,7 @@ async def test_a_frozen_engine_is_named_and_killed(run_mesh: Any) -> None:
         ended = await leader.output.wait_for(EpochEnded)
         assert "rank 1 on mac2" in ended.cause and "engine_silence_s" in ended.cause
         await next_epoch(leader, 2)
-        assert not os.path.exists(f"/proc/{frozen}")
+        assert identify(frozen) is None
 
 
 async def test_a_rank_that_lost_its_peer_is_not_blamed_for_it(run_mesh: Any) -> None:
@@ -208,12 +210,12 @@ async def test_a_drain_lets_open_requests_finish_and_takes_no_new_ones(run_mesh:
         leader.process.stop("SIGTERM", hurry=False)
         await leader.output.wait_for(str, lambda note: "may finish" in note)
         line.submit("new", 5)
-        answers = {}
+        answers: dict[str, str] = {}
         while len(answers) < 2:
             event = await line.next()
             if isinstance(event, Chunk) and event.chunk.finish_reason:
                 answers[event.chunk.id] = event.chunk.finish_reason
-            elif hasattr(event, "code"):
+            elif isinstance(event, Failed):
                 answers[event.id] = event.code
         assert answers == {"open": "length", "new": "draining"}
         await asyncio.gather(*(host.ended() for host in mesh.hosts.values()))

@@ -2,9 +2,9 @@
 
     fake_engine.py --script FILE --fd N
 
-FILE is JSON: {"EPOCH.RANK.POINT": ACTION}, where EPOCH and RANK may be "*", POINT is one of spawn connect load
-warm_up submit stop, and ACTION is hang, freeze, exit:STATUS, kill, fail:KIND, garbage or version:TEXT. Tokens are
-a pure function of the prompt and the position, so that a test knows the undisturbed answer.
+FILE is JSON: {"EPOCH.RANK.POINT": ACTION}, where EPOCH and RANK may be "*", POINT is one of spawn connect
+load warm_up submit stop, and ACTION is hang, freeze, exit:STATUS, kill, fail:KIND, garbage or version:TEXT.
+Tokens are a pure function of the prompt and the position, so that a test knows the undisturbed answer.
 """
 
 from __future__ import annotations

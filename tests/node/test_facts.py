@@ -1,0 +1,113 @@
+"""What a host says of itself; the parsers on recorded output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mlx_mesh.mesh.errors import PreflightError
+from mlx_mesh.mesh.types import HostFacts
+from mlx_mesh.node import facts
+
+GIB = 1024**3
+SYSCTL = "hw.memsize: 68719476736\nmachdep.cpu.brand_string: Apple M4 Max\niogpu.wired_limit_mb: 0\n"
+MEMINFO = "MemTotal:       24684096 kB\nMemFree:         1000000 kB\nMemAvailable:   20000000 kB\n"
+
+
+def test_sysctl_lines_become_a_table() -> None:
+    assert facts.parse_sysctl(SYSCTL)["machdep.cpu.brand_string"] == "Apple M4 Max"
+    assert facts.parse_sysctl("sysctl: unknown oid 'iogpu.wired_limit_mb'\n") == {
+        "sysctl": "unknown oid 'iogpu.wired_limit_mb'"
+    }
+
+
+@pytest.mark.parametrize(
+    ("memory", "limit_mb", "usable"),
+    [
+        (24 * GIB, 0, 16 * GIB),
+        (64 * GIB, 0, 48 * GIB),
+        (64 * GIB, 57344, 56 * GIB),
+        (64 * GIB, 10**6, 64 * GIB),
+    ],
+)
+def test_a_mac_may_use_what_its_gpu_may_wire(memory: int, limit_mb: int, usable: int) -> None:
+    assert facts.darwin_usable_bytes(memory, limit_mb) == usable
+
+
+def test_linux_may_use_what_is_available() -> None:
+    assert facts.parse_meminfo(MEMINFO) == (24684096 * 1024, 20000000 * 1024)
+    assert facts.parse_meminfo("") == (0, 0)
+
+
+def test_a_container_has_its_own_limit() -> None:
+    assert facts.parse_cgroup_limit("max\n") == 0
+    assert facts.parse_cgroup_limit("1073741824\n") == GIB
+
+
+def test_the_chip_is_the_first_model_name() -> None:
+    assert facts.parse_cpuinfo("processor: 0\nmodel name\t: AMD EPYC\nmodel name\t: other\n") == "AMD EPYC"
+    assert facts.parse_cpuinfo("CPU implementer : 0x41\n") == ""
+
+
+def test_loopback_is_among_the_addresses() -> None:
+    assert "127.0.0.1" in facts.own_addresses()
+
+
+def test_the_digest_changes_with_every_part_of_the_model(model: Path) -> None:
+    seen = {facts.digest_model(model)}
+    assert facts.digest_model(model) in seen
+    (model / "config.json").write_text('{"model_type": "other"}')
+    seen.add(facts.digest_model(model))
+    (model / "model.safetensors").write_bytes(b"longer weights")
+    seen.add(facts.digest_model(model))
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    seen.add(facts.digest_model(model))
+    (model / "model-2.safetensors").write_bytes(b"w")
+    seen.add(facts.digest_model(model))
+    assert len(seen) == 5
+
+
+def test_a_folder_that_is_only_half_there_names_what_is_missing(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
+    )
+    with pytest.raises(PreflightError, match=r"1 of 2 weight files are missing \(model-2.safetensors\)"):
+        facts.digest_model(model)
+
+
+def test_a_folder_without_weights_is_told(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(PreflightError, match=r"no \*\.safetensors"):
+        facts.digest_model(model)
+
+
+def test_a_model_is_a_folder_or_in_the_hub_cache(model: Path, tmp_path: Path) -> None:
+    assert facts.resolve_model(str(model)) == model
+    with pytest.raises(PreflightError, match="does not exist"):
+        facts.resolve_model(str(tmp_path / "none"))
+    with pytest.raises(PreflightError, match="not a model folder"):
+        facts.resolve_model(str(tmp_path))
+    with pytest.raises(PreflightError, match="hf download nobody/nothing-of-this-name"):
+        facts.resolve_model("nobody/nothing-of-this-name")
+
+
+def test_a_missing_model_is_a_fact_and_no_error() -> None:
+    found = facts.gather_facts("/nowhere/model")
+    assert found.model_digest == "" and "/nowhere/model" in found.model_error
+
+
+def test_the_command_prints_the_facts_as_its_last_line_without_importing_mlx(model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-X", "importtime", "-m", "mlx_mesh.node.facts", str(model)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = msgspec.json.decode(done.stdout.splitlines()[-1], type=HostFacts)
+    assert found.model_digest == facts.digest_model(model) and found.versions.mlx
+    assert not any(line.endswith(" mlx.core") for line in done.stderr.splitlines())
