@@ -1,0 +1,63 @@
+"""The lab's hosts as a fixture."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def load(path: Path) -> ModuleType:
+    """A helper module by its path: test folders are no packages."""
+    spec = importlib.util.spec_from_file_location(f"lab_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+netlab = load(HERE / "netlab.py")
+pretended = load(HERE.parent / "launcher" / "conftest.py")
+fake_python = pretended.fake_python
+
+FISH_LIKE = """#!/bin/sh
+# A login shell that is none of sh's kind: it knows words in single quotes and exec, and no more.
+[ "$1" = -c ] || exit 100
+echo "Welcome to a fish-like shell"
+case $2 in *['$&|;()<>`"']*) echo "fish: syntax error in: $2" >&2; exit 127;; esac
+exec /bin/sh -c "$2"
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.lab)
+
+
+@pytest.fixture(scope="session")
+def lab_reason() -> str:
+    return str(netlab.why_not())
+
+
+@pytest.fixture
+def lab(lab_reason: str, tmp_path: Path) -> Iterator[Any]:
+    """Three hosts; mac2's shell profile is noisy and moves PATH away, mac3's login shell is like fish."""
+    if lab_reason:
+        pytest.skip(lab_reason)
+    shell = tmp_path / "fish-like"
+    shell.write_text(FISH_LIKE)
+    shell.chmod(0o755)
+    with netlab.Lab(tmp_path / "lab", 3, {"mac3": str(shell)}) as made:
+        (made.home("mac2") / ".bashrc").write_text(
+            "echo Hello from a profile; echo '{}'; PATH=/nowhere; cd /proc\n"
+        )
+        yield made
