@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
 from mlx_mesh.node.engine.loader import LazyModel
-from mlx_mesh.node.engine.rules import Unit, propose
+from mlx_mesh.node.engine.probe import divisible_units, why_undivided
 from mlx_mesh.node.engine.tensor import bytes_of_share
 from mlx_mesh.node.engine.trace import TAIL, CacheSize, ModelTrace, TraceError, trace_model
 
@@ -73,7 +73,7 @@ def measure(lazy: LazyModel, model_digest: str) -> ModelFootprint:
         hidden_bytes_per_token=hidden,
         context_length=_context_length(lazy.config),
         vocab_size=vocabulary,
-        tensor=_tensor(layers, sum(layer_bytes) + embedding + head),
+        tensor=_tensor(lazy, trace, sum(layer_bytes) + embedding + head),
     )
 
 
@@ -128,24 +128,15 @@ def _context_length(config: dict[str, Any]) -> int:
     return 0
 
 
-def _tensor(layers: list[Any], all_bytes: int) -> TensorFootprint:
+def _tensor(lazy: LazyModel, trace: ModelTrace | None, all_bytes: int) -> TensorFootprint:
     """Units are counted in the layer that has fewest, so that every layer can be divided that far."""
-    proposal = propose(layers)
+    proposal = divisible_units(lazy, trace)
     divided = {"attention": 0, "mlp": 0}
     num_units: dict[str, int] = {}
     for unit in proposal.units:
-        if unit.num_units < 2:
-            continue
-        divided[unit.kind] += _unit_bytes(layers[unit.layer], unit)
+        divided[unit.kind] += bytes_of_share(lazy.layers[unit.layer], [unit], [1], 0)
         num_units[unit.kind] = min(num_units.get(unit.kind, unit.num_units), unit.num_units)
-    reason = ""
-    if not num_units:
-        most = max((unit.num_units for unit in proposal.units), default=0)
-        reason = "no part of its layers has a form that the tensor rules know"
-        if proposal.refusals:
-            reason = f"{reason} ({proposal.refusals[0]})"
-        if most:
-            reason = "its layers have only one KV group and one MLP part each, which cannot be divided"
+    reason = "" if num_units else why_undivided(proposal)
     return TensorFootprint(
         attention_units=num_units.get("attention", 0),
         attention_bytes=divided["attention"],
@@ -155,10 +146,6 @@ def _tensor(layers: list[Any], all_bytes: int) -> TensorFootprint:
         reason=reason,
         replicated_parts=_short(proposal.refusals),
     )
-
-
-def _unit_bytes(layer: Any, unit: Unit) -> int:
-    return bytes_of_share(layer, [unit], [1], 0)
 
 
 def _short(refusals: list[str]) -> tuple[str, ...]:

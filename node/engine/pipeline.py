@@ -193,7 +193,8 @@ class PipelineRuntime:
         for part in call.ticks:
             cache = find_cache(args, kwargs, part)
             tick(cache, self._batch, self._length)
-            self._ticked.append(cache)
+            if cache is not None:
+                self._ticked.append(cache)
         shapes = self.plan.shapes_of.shapes
         for ref, sender in self._arrivals.get(position, ()):
             shape = shapes[ref]

@@ -94,8 +94,11 @@ def propose(layers: Sequence[Any]) -> Proposal:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether the rules know how to slice it."""
-    return isinstance(module, (nn.Linear, nn.QuantizedLinear))
+    """Whether the rules know how to slice it; a subclass with a call of its own may do anything."""
+    return isinstance(module, (nn.Linear, nn.QuantizedLinear)) and type(module).__call__ in (
+        nn.Linear.__call__,
+        nn.QuantizedLinear.__call__,
+    )
 
 
 def dims_of(linear: Any) -> tuple[int, int]:

@@ -21,7 +21,8 @@ from mlx_mesh.node.engine.pipeline import (
     check_transfers,
     plan_pipeline,
 )
-from mlx_mesh.node.engine.rules import Proposal, Unit, propose
+from mlx_mesh.node.engine.probe import divisible_units, why_undivided
+from mlx_mesh.node.engine.rules import Proposal, Unit
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import TAIL, ModelTrace, TraceError, trace_model
 
@@ -171,7 +172,8 @@ def _load_slices(
     on_layer: OnLayer | None,
 ) -> LoadedShard:
     weights = [shard.weight for shard in placement.shards]
-    proposal = propose(lazy.layers)
+    trace = _trace_or_none(lazy)
+    proposal = divisible_units(lazy, trace)
     units = proposal.for_ranks(len(weights))
     if not units:
         raise PlacementError(
@@ -179,7 +181,7 @@ def _load_slices(
             f"{why_undivided(proposal)}. Use pipeline sharding."
         )
     prefixes = {id(module): name for name, module in lazy.model.named_modules()}
-    wanted = _parameters_outside_layers(lazy, has_logits=rank == 0)
+    wanted = _parameters_outside_layers(lazy, trace, has_logits=rank == 0)
     loading = _Loading()
     total = len(lazy.layers) + 1
     with RangeReader() as reader:
@@ -213,16 +215,6 @@ def _load_slices(
     )
 
 
-def why_undivided(proposal: Proposal) -> str:
-    """One clause for people: why no unit could be divided."""
-    if proposal.units:
-        most = max(unit.num_units for unit in proposal.units)
-        return f"its layers can be divided into {most} parts at most"
-    return (
-        proposal.refusals[0] if proposal.refusals else "no part of its layers has a form that the rules know"
-    )
-
-
 def whole_parts(proposal: Proposal, units: list[Unit]) -> tuple[str, ...]:
     """What looks divisible and stays whole on every rank, each with the reason."""
     few = [
@@ -233,11 +225,16 @@ def whole_parts(proposal: Proposal, units: list[Unit]) -> tuple[str, ...]:
     return (*proposal.refusals, *few)
 
 
-def _parameters_outside_layers(lazy: LazyModel, has_logits: bool) -> set[str]:
-    """Paths of the parameters outside the layers that the forward uses."""
+def _trace_or_none(lazy: LazyModel) -> ModelTrace | None:
     try:
-        trace: ModelTrace = trace_model(lazy.model)
-    except TraceError:  # not a pipeline, but it can still run with all its parameters
+        return trace_model(lazy.model)
+    except TraceError:
+        return None
+
+
+def _parameters_outside_layers(lazy: LazyModel, trace: ModelTrace | None, has_logits: bool) -> set[str]:
+    """Paths of the parameters outside the layers that the forward uses: all when it cannot be traced."""
+    if trace is None:
         return {path for path, _ in tree_flatten(lazy.model.parameters())}
     return {path for call, paths in trace.parameters.items() if has_logits or call != TAIL for path in paths}
 

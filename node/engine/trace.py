@@ -142,14 +142,16 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelTrace:
-    """The calls of one forward and what each depends on. `needs[p]` and `parameters[p]`: the earlier outputs
-    and the paths of parameters outside the layers that the inputs of call p (or TAIL) depend on."""
+    """The calls of one forward and what each depends on. `needs[p]`, `parameters[p]` and `reads[p]`: the
+    earlier outputs, the paths of parameters outside the layers, and the layers whose cached keys and values
+    the inputs of call p (or TAIL) depend on."""
 
     num_layers: int
     calls: tuple[LayerCall, ...]
     shapes: dict[Ref, ArrayShape]
     needs: dict[int, frozenset[Ref]]
     parameters: dict[int, frozenset[str]]
+    reads: dict[int, frozenset[int]]
     caches: tuple[CacheSize, ...]  # per layer
     logits_shape: tuple[int, ...]
 
@@ -169,8 +171,10 @@ class ModelTrace:
         """Why a stage may not end before layer `cut`; '' when it may."""
         before: set[int] = set()
         after: set[int] = set()
-        for call in self.calls:
+        for position, call in enumerate(self.calls):
             (before if call.layer < cut else after).update(call.caches)
+            if any((layer < cut) != (call.layer < cut) for layer in self.reads[position]):
+                return "layers on one side read keys and values of the other side"
         if before & after:
             return "layers on both sides share a KV cache"
         positions = self.positions_of_cut(cut)
@@ -179,9 +183,23 @@ class ModelTrace:
         for position in positions:
             refs = self.crossing(position)
             if any(self.shapes[ref].grows for ref in refs):
-                return "later layers read keys and values that earlier layers made"
+                return "layers on one side read keys and values of the other side"
             if not refs:
                 return "nothing the trace can see crosses it"
+        return ""
+
+    def why_attention_is_shared(self) -> str:
+        """Why the attention of one layer cannot be divided without regard to other layers; '' when it can."""
+        users: dict[int, int] = {}
+        for call in self.calls:
+            for cache in call.caches:
+                if users.setdefault(cache, call.layer) != call.layer:
+                    return "layers share a KV cache"
+        if any(self.reads.values()):
+            return "layers read keys and values of other layers"
+        crossing = {ref for position, refs in self.needs.items() if position != TAIL for ref in refs}
+        if any(self.shapes[ref].grows or len(self.shapes[ref].dims) > 3 for ref in crossing):
+            return "layers hand keys and values to other layers"
         return ""
 
 
@@ -258,7 +276,10 @@ def cache_parts(cache: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
 
 def tick(cache: Any, batch: int, length: int) -> None:
     """Advance a ghost's cache by `length` tokens. It holds one number instead of keys and values, so that
-    every offset, mask, rotation, trim, merge and filter stays what the real layer's cache would say."""
+    every offset, mask, rotation, trim, merge and filter stays what the real layer's cache would say. None,
+    in a forward without caches, stays None."""
+    if cache is None:
+        return
     if hasattr(cache, "update_and_fetch"):
         token = mx.zeros((batch, 1, length, 1), dtype=mx.float16)
         cache.update_and_fetch(token, token)
@@ -291,13 +312,14 @@ def trace_model(model: Any) -> ModelTrace:
         if not first.calls:
             raise TraceError("the model never calls its layers as a whole")
         shapes = _compare(first, second, third)
-        needs, parameters = _dependencies(model, layers, third.calls, shapes)
+        needs, parameters, reads = _dependencies(model, layers, third.calls, shapes)
         return ModelTrace(
             num_layers=len(layers),
             calls=tuple(third.calls),
             shapes=shapes,
             needs=needs,
             parameters=parameters,
+            reads=reads,
             caches=_cache_sizes(third, len(layers)),
             logits_shape=third.logits_shape,
         )
@@ -431,13 +453,14 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return before.keys() != after.keys() or not all(same(before[name], after[name]) for name in before)
 
 
-def _cache_ids(caches: Iterable[Any]) -> set[int]:
+def cache_ids(caches: Iterable[Any]) -> set[int]:
+    """Ids of the caches and of the members of lists of caches."""
     ids: set[int] = set()
     for cache in caches:
         ids.add(id(cache))
         members = getattr(cache, "caches", None)
         if isinstance(members, (list, tuple)):
-            ids |= _cache_ids(members)
+            ids |= cache_ids(members)
     return ids
 
 
@@ -445,7 +468,7 @@ def _watch(model: Any, layers: list[Any], batch: int, length: int, history: int)
     caches = make_prompt_cache(model)
     if history:
         model(mx.zeros((batch, history), dtype=mx.uint32), cache=caches)
-    watcher = _Watcher(opaque=_cache_ids(caches))
+    watcher = _Watcher(opaque=cache_ids(caches))
     hook_model(model, layers, watcher)
     try:
         model(mx.zeros((batch, length), dtype=mx.uint32), cache=caches)
@@ -524,6 +547,7 @@ class _Placeholders:
     position: int = 0
     sources: dict[Ref, Any] = field(default_factory=dict)
     handed: dict[Ref, Any] = field(default_factory=dict)
+    contents: list[tuple[int, Any]] = field(default_factory=list)  # (layer, array in its cache)
     inputs: dict[int, list[Any]] = field(default_factory=dict)
 
     def value_of(self, ref: Ref) -> Any:
@@ -549,13 +573,22 @@ class _Placeholders:
         self.inputs[self.position] = [mx.stop_gradient(leaf) for leaf in leaves]
         self.position += 1
         for part in call.ticks:
-            tick(find_cache(args, kwargs, part), self.batch, self.length)
+            cache = find_cache(args, kwargs, part)
+            tick(cache, self.batch, self.length)
+            self.contents += [(index, array) for array in _contents(cache)]
         return ghost_answer(call, args, kwargs, self.value_of)
 
 
+def _contents(cache: Any) -> list[Any]:
+    states = (cache.keys, cache.values) if hasattr(cache, "update_and_fetch") else cache.cache
+    return [state for state in states if isinstance(state, mx.array)]
+
+
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any], part: CachePart) -> Any:
-    """The cache object of this call."""
+    """The cache object of this call; None in a forward without caches."""
     cache = tree.get(args, kwargs, part.path)
+    if cache is None:
+        return None
     for number in part.parts:
         cache = cache.caches[number]
     return cache
@@ -563,10 +596,10 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any], part: CachePart) -
 
 def _dependencies(
     model: Any, layers: list[Any], calls: list[LayerCall], shapes: dict[Ref, ArrayShape]
-) -> tuple[dict[int, frozenset[Ref]], dict[int, frozenset[str]]]:
+) -> tuple[dict[int, frozenset[Ref]], dict[int, frozenset[str]], dict[int, frozenset[int]]]:
     batch, length, _ = _RUNS[0]
     caches = make_prompt_cache(model)
-    runtime = _Placeholders(calls, shapes, _cache_ids(caches), batch, length)
+    runtime = _Placeholders(calls, shapes, cache_ids(caches), batch, length)
     hook_model(model, layers, runtime)
     try:
         model(mx.zeros((batch, length), dtype=mx.uint32), cache=caches)
@@ -575,43 +608,41 @@ def _dependencies(
 
     inside = {id(array) for layer in layers for _, array in tree_flatten(layer.parameters())}
     names: dict[str, Any] = {}
-    meaning: dict[str, tuple[Ref | None, str]] = {}
+    refs: dict[str, Ref] = {}
+    paths: dict[str, str] = {}
+    owners: dict[str, int] = {}
     for ref, source in runtime.sources.items():
-        name = f"ref{len(names)}"
-        names[name], meaning[name] = source, (ref, "")
-    by_id: dict[int, str] = {}
+        names[name := f"ref{len(names)}"] = source
+        refs[name] = ref
+    for layer, source in runtime.contents:
+        names[name := f"kv{len(names)}"] = source
+        owners[name] = layer
+    seen: set[int] = set()
     for path, array in tree_flatten(model.parameters()):
-        if id(array) in inside or id(array) in by_id:
-            continue
-        name = by_id[id(array)] = f"par{len(names)}"
-        names[name], meaning[name] = array, (None, path)
+        if id(array) not in inside and id(array) not in seen:
+            seen.add(id(array))
+            names[name := f"par{len(names)}"] = array
+            paths[name] = path
     outputs: list[Any] = []
-    consumer: dict[str, int] = {}
+    consumers: dict[str, int] = {}
     for position, arrays in runtime.inputs.items():
         for array in arrays:
-            name = f"out{len(outputs)}"
+            names[name := f"out{len(names)}"] = array
+            consumers[name] = position
             outputs.append(array)
-            names[name], consumer[name] = array, position
-    sources = _reachable(outputs, names, set(consumer), set(meaning))
-    needs: dict[int, set[Ref]] = {position: set() for position in runtime.inputs}
-    parameters: dict[int, set[str]] = {position: set() for position in runtime.inputs}
-    for name, position in consumer.items():
-        for source in sources[name]:
-            found, path = meaning[source]
-            if found is not None:
-                needs[position].add(found)
-            else:
-                parameters[position].add(path)
+    sources = _reachable(outputs, names, set(consumers))
+    reached: dict[int, set[str]] = {position: set() for position in runtime.inputs}
+    for name, position in consumers.items():
+        reached[position] |= sources[name]
     return (
-        {position: frozenset(refs) for position, refs in needs.items()},
-        {position: frozenset(paths) for position, paths in parameters.items()},
+        {position: frozenset(refs[x] for x in found if x in refs) for position, found in reached.items()},
+        {position: frozenset(paths[x] for x in found if x in paths) for position, found in reached.items()},
+        {position: frozenset(owners[x] for x in found if x in owners) for position, found in reached.items()},
     )
 
 
-def _reachable(
-    outputs: list[Any], names: dict[str, Any], sinks: set[str], marked: set[str]
-) -> dict[str, set[str]]:
-    """For each sink the marked names it is computed from. mlx tells its graph only as DOT text."""
+def _reachable(outputs: list[Any], names: dict[str, Any], sinks: set[str]) -> dict[str, set[str]]:
+    """For each sink everything it is computed from, by name. mlx tells its graph only as DOT text."""
     text = io.StringIO()
     mx.export_to_dot(text, *outputs, **names)
     inputs_of: dict[str, list[str]] = {}
@@ -627,5 +658,5 @@ def _reachable(
                 if source not in seen:
                     seen.add(source)
                     stack.append(source)
-        found[sink] = seen & marked
+        found[sink] = seen
     return found

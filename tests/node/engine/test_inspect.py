@@ -1,0 +1,141 @@
+"""The footprint tells a model's sizes, cuts and units without reading a weight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_mesh.mesh.capacity import HostCapacity, PlacementRequest
+from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.placement import plan_placement
+from mlx_mesh.mesh.types import Sharding
+from mlx_mesh.node.engine.footprints import measure
+from mlx_mesh.node.engine.inspect import inspect_model
+from mlx_mesh.node.engine.loader import read_headers
+from mlx_mesh.node.engine.shard import load_shard, shard_model
+
+
+def _punch(folder: Path) -> None:
+    """Cut all weights out of the files but keep their size, so that reading one gives zeros."""
+    for file in {tensor.path for tensor in read_headers(folder).values()}:
+        first = min(tensor.offset for tensor in read_headers(folder).values() if tensor.path == file)
+        size = file.stat().st_size
+        with file.open("r+b") as stream:
+            stream.truncate(first)
+            stream.truncate(size)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"attention_bias": True}])
+def test_a_footprint_counts_every_byte_once(
+    tiny: ModuleType, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = tiny.llama(**changes)
+    folder = tiny.save(config, tmp_path)
+    _punch(folder)
+    footprint = inspect_model(str(folder))
+    assert footprint.weights_bytes == sum(x.nbytes for x in tiny.parameters(config).values())
+    assert footprint.tied_embedding == config["tie_word_embeddings"]
+    assert footprint.embedding_bytes == 101 * 96 * 4
+    assert footprint.legal_cuts == (1, 2, 3, 4, 5) and footprint.cut_reason == ""
+    assert footprint.hidden_bytes_per_token == 96 * 4
+    assert footprint.vocab_size == 101
+    tensor = footprint.tensor
+    assert (tensor.attention_units, tensor.mlp_units, tensor.reason) == (3, 5, "")
+    assert tensor.attention_bytes + tensor.mlp_bytes + tensor.replicated_bytes == footprint.weights_bytes
+
+
+def test_kv_bytes_are_what_the_cache_allocates(tiny: ModuleType) -> None:
+    lazy = tiny.build(tiny.llama())
+    footprint = measure(lazy, "")
+    cache = make_prompt_cache(lazy.model)
+    mx.eval(lazy.model(mx.zeros((1, 256), dtype=mx.uint32), cache=cache))
+    assert [layer.kv_bytes_per_token * 256 for layer in footprint.layers] == [c.nbytes for c in cache]
+
+
+def test_windows_and_fixed_states_are_told_apart(tiny: ModuleType) -> None:
+    windows = measure(tiny.build(tiny.llama(**tiny.SLIDING)), "").layers
+    assert [layer.kv_window for layer in windows] == [8, 8, 0, 8, 8, 0]
+    recurrent = measure(tiny.build(tiny.CONFIGS["mamba2"]), "").layers
+    assert all(layer.fixed_state_bytes > 0 and layer.kv_bytes_per_token == 0 for layer in recurrent)
+
+
+def test_illegal_cuts_come_with_the_reason(tiny: ModuleType) -> None:
+    footprint = measure(tiny.build(tiny.CONFIGS["afm7"]), "")
+    assert footprint.legal_cuts == (1, 2, 3, 4, 5, 6, 7)
+    assert "no cut before layer 8-15" in footprint.cut_reason
+    parts = measure(tiny.build(tiny.CONFIGS["iquestloopcoder"]), "")
+    assert parts.legal_cuts == () and "never calls its layers" in parts.cut_reason
+
+
+@pytest.mark.parametrize("sharding", [Sharding.PIPELINE, Sharding.TENSOR])
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_rank_holds_what_the_plan_says(
+    tiny: ModuleType, simulator: ModuleType, tmp_path: Path, sharding: Sharding, tied: bool
+) -> None:
+    folder = tiny.save(tiny.llama(tie_word_embeddings=tied), tmp_path)
+    hosts = [HostCapacity(name="a", slots=3, usable_memory_bytes=8 << 30)]
+    footprint = inspect_model(str(folder))
+    placement = plan_placement(footprint, hosts, PlacementRequest(sharding=sharding))
+
+    def body(rank: int, exchange: Any) -> int:
+        loaded = load_shard(str(folder), placement, rank, exchange, tiny.ignore_progress).weights_bytes
+        return int(loaded)
+
+    held = simulator.Simulator(3).run(body)
+    planned = [shard.weights_bytes for shard in placement.shards]
+    head = 0 if tied else footprint.head_bytes
+    for rank, (has, plan) in enumerate(zip(held, planned, strict=True)):
+        slack = head if sharding == Sharding.TENSOR and rank else 0  # followers leave the head unread
+        assert abs(has - plan) <= 0.03 * plan + slack
+
+
+def test_a_mixed_model_says_what_stays_whole(tiny: ModuleType) -> None:
+    tensor = measure(tiny.build(tiny.CONFIGS["mamba2"]), "").tensor
+    assert tensor.reason and tensor.attention_units == tensor.mlp_units == 0
+    parts = measure(tiny.build(tiny.CONFIGS["deepseek_v3"]), "").tensor.replicated_parts
+    assert any("self_attn" in part and "in 4 layers" in part for part in parts)
+
+
+def test_measuring_leaves_the_model_as_it_was(tiny: ModuleType, simulator: ModuleType) -> None:
+    lazy = tiny.build(tiny.llama())
+    kinds = [type(module) for module in lazy.model.modules()]
+    measure(lazy, "")
+    assert [type(module) for module in lazy.model.modules()] == kinds
+    exchange = simulator.Simulator(1).exchange(0)
+    model = shard_model(lazy, tiny.whole(6), 0, exchange, tiny.ignore_progress).model
+    assert tiny.gap(tiny.forward(model), tiny.forward(tiny.build(tiny.llama()).model)) == 0.0
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-I", "-m", "mlx_mesh.node.engine.inspect", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_command_prints_one_json_object(tiny: ModuleType, tmp_path: Path) -> None:
+    folder = tiny.save(tiny.llama(), tmp_path)
+    done = _command(str(folder), "--json")
+    assert done.returncode == 0, done.stderr
+    assert msgspec.json.decode(done.stdout, type=ModelFootprint) == inspect_model(str(folder))
+
+
+def test_the_command_names_a_bad_folder_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    for folder, words in ((tmp_path, "unheard_of not supported"), (tmp_path / "gone", "does not exist")):
+        done = _command(str(folder))
+        assert done.returncode == 2 and done.stdout == ""
+        assert words in done.stderr and done.stderr.count("\n") == 1
+    assert _command().returncode == 2
