@@ -8,17 +8,17 @@ runs on a shared machine cannot be compared.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving import Answer, Server, ServerError, complete, free_port, running
+from serving import Answer, ServerError, answering, complete, free_port, mesh_url, running
 
 READY_S = 180.0
 WORDS = (
@@ -47,7 +47,7 @@ class Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench_smoke", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each server")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each server")
     parser.add_argument("--prompt-words", type=int, default=192)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--at-least", type=float, default=0.0, help="exit with 1 when a ratio is below this")
@@ -55,28 +55,27 @@ def main() -> None:
 
     try:
         with mesh_server(arguments.model) as mesh, mlx_lm_server(arguments.model) as mlx_lm:
-            servers = (mesh, mlx_lm)
-            for server in servers:  # warm both, outside the measurement
-                measure(server, arguments.model, 4, arguments.prompt_words, 8)
-            worst = min(compare(servers, arguments.model, num_streams, arguments) for num_streams in (1, 4))
+            for url in (mesh, mlx_lm):  # warm both, outside the measurement
+                measure(url, arguments.model, 4, arguments.prompt_words, 8)
+            worst = min(compare(mesh, mlx_lm, num_streams, arguments) for num_streams in (1, 4))
     except ServerError as error:
         sys.exit(f"bench_smoke: {error}")
     if worst < arguments.at_least:
         sys.exit(f"bench_smoke: the ratio {worst:.2f} is below {arguments.at_least}")
 
 
-def compare(
-    servers: tuple[Server, Server], model: Path, num_streams: int, arguments: argparse.Namespace
-) -> float:
+def compare(mesh: str, mlx_lm: str, num_streams: int, arguments: argparse.Namespace) -> float:
     """Print both ratios for so many streams; returns the lower one."""
-    figures: dict[str, list[Figures]] = {server.name: [] for server in servers}
+    figures: dict[str, list[Figures]] = {mesh: [], mlx_lm: []}
     for turn in range(arguments.rounds):
         # Neither server always goes first: whatever disturbs the machine hits both alike.
-        for server in servers if turn % 2 == 0 else servers[::-1]:
-            measured = measure(server, model, num_streams, arguments.prompt_words, arguments.max_tokens)
-            figures[server.name].append(measured)
-    prefills = [statistics.median(one.prefill for one in figures[server.name]) for server in servers]
-    decodes = [statistics.median(one.decode for one in figures[server.name]) for server in servers]
+        for url in (mesh, mlx_lm) if turn % 2 == 0 else (mlx_lm, mesh):
+            measured = measure(
+                url, arguments.model, num_streams, arguments.prompt_words, arguments.max_tokens
+            )
+            figures[url].append(measured)
+    prefills = [statistics.median(one.prefill for one in figures[url]) for url in (mesh, mlx_lm)]
+    decodes = [statistics.median(one.decode for one in figures[url]) for url in (mesh, mlx_lm)]
     prefill, decode = prefills[0] / prefills[1], decodes[0] / decodes[1]
     print(
         f"{num_streams} stream{'s' if num_streams > 1 else ''}: "
@@ -87,7 +86,7 @@ def compare(
     return min(prefill, decode)
 
 
-def measure(server: Server, model: Path, num_streams: int, prompt_words: int, max_tokens: int) -> Figures:
+def measure(url: str, model: Path, num_streams: int, prompt_words: int, max_tokens: int) -> Figures:
     """One measurement: so many requests at once, each with a prompt that no cache has seen."""
     answers: list[Answer] = []
     errors: list[ServerError] = []
@@ -95,7 +94,7 @@ def measure(server: Server, model: Path, num_streams: int, prompt_words: int, ma
     def ask(prompt: str) -> None:
         body = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         try:
-            answers.append(complete(server.url + "/v1/completions", body))
+            answers.append(complete(url + "/v1/completions", body))
         except ServerError as error:
             errors.append(error)
 
@@ -118,24 +117,20 @@ def new_prompt(num_words: int) -> str:
     return " ".join(random.choices(WORDS, k=num_words)) + ". Once upon a time, in a small village,"
 
 
-@contextmanager
-def mesh_server(model: Path) -> Iterator[Server]:
-    port = free_port()
-    command = [str(Path(sys.executable).with_name("mlx-mesh")), "serve", "--model", str(model)]
-    url = f"http://127.0.0.1:{port}"
-    with running("mlx-mesh", [*command, "--port", str(port)], url, "/ready", READY_S) as server:
-        yield server
+def mesh_server(model: Path) -> AbstractContextManager[str]:
+    name = f"bench-smoke-{os.getpid()}"
+    mesh = str(Path(sys.executable).with_name("mlx-mesh"))
+    command = [mesh, "serve", "--model", str(model), "--port", "0", "--name", name]
+    return running("mlx-mesh", command, lambda process: mesh_url(name, process), READY_S)
 
 
-@contextmanager
-def mlx_lm_server(model: Path) -> Iterator[Server]:
+def mlx_lm_server(model: Path) -> AbstractContextManager[str]:
     port = free_port()
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--log-level", "ERROR"]
     url = f"http://127.0.0.1:{port}"
-    with running(
-        "mlx_lm.server", [*command, "--port", str(port)], url, "/v1/models", READY_S, **blas_variables()
-    ) as server:
-        yield server
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
+    return running(
+        "mlx_lm.server", command, lambda _: answering(url, "/v1/models"), READY_S, **blas_variables()
+    )
 
 
 def blas_variables() -> dict[str, str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serving import Answer, Server, ServerError, stream
+from serving import Answer, ServerError, mesh_url, stop, stream, wait_until_ready
 
 READY_S = 300.0  # a large hub model may have to be read from disk
 QUESTION = "What is the capital of France?"
@@ -18,31 +18,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--hostfile", type=Path, required=True)
-    parser.add_argument("--port", type=int, default=18000)
+    parser.add_argument("--port", type=lambda port: ["--port", port], default=[], help="default: 18000")
     parser.add_argument("--once", action="store_true", help="stop after the answer")
     arguments = parser.parse_args()
 
     mesh = str(Path(sys.executable).with_name("mlx-mesh"))
-    command = [mesh, "up", str(arguments.hostfile), "--model", arguments.model, "--port", str(arguments.port)]
-    print(f"$ mlx-mesh up {arguments.hostfile.name} --model {arguments.model}", flush=True)
+    command = [mesh, "up", str(arguments.hostfile), "--model", arguments.model, *arguments.port]
+    print(f"$ mlx-mesh up hostfiles/{arguments.hostfile.name} --model {arguments.model}", flush=True)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    server = Server("mlx-mesh up", f"http://127.0.0.1:{arguments.port}", "/ready", process)
+    is_told = False
     try:
-        server.wait_until_ready(READY_S)
-        ask(server.url)
+        url = wait_until_ready("mlx-mesh up", process, lambda: mesh_url(MESH_NAME, process), READY_S)
+        ask(url)
         print("\n$ mlx-mesh status", flush=True)
         subprocess.run([mesh, "status", MESH_NAME], check=True)
         if not arguments.once:
-            print(f"\nServing on {server.url}/v1 until Ctrl-C.", flush=True)
+            print(f"\nServing on {url}/v1 until Ctrl-C.", flush=True)
             process.wait()
-    except ServerError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        server.stop()
+    except (ServerError, subprocess.CalledProcessError) as error:
+        print(f"demo: {error}", file=sys.stderr, flush=True)
+        stop(process)
         sys.exit(1)
-    except KeyboardInterrupt:  # the terminal tells `mlx-mesh up` too
-        sys.exit(server.stop(is_told=True))
-    if status := server.stop():
-        sys.exit(f"demo: mlx-mesh up ended with status {status}")
+    except KeyboardInterrupt:
+        is_told = True  # the terminal tells `mlx-mesh up` too
+    finally:
+        status = stop(process, is_told)
+    sys.exit(status)
 
 
 def ask(url: str) -> None:

@@ -8,15 +8,19 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_mesh.launcher.state import StateFolder, state_root
+
 POLL_S = 0.2
 STOP_S = 30.0
+LAST_LINES = 15
 
 
 class ServerError(Exception):
@@ -31,58 +35,70 @@ def free_port() -> int:
         return port
 
 
-@dataclass(frozen=True)
-class Server:
-    """One HTTP server of OpenAI's dialect that runs as our child."""
+def mesh_url(name: str, process: subprocess.Popen[bytes]) -> str:
+    """The address of the mesh that this launcher process runs, '' until it is ready."""
+    state = StateFolder(state_root(os.environ), name).read()
+    return state.url if state is not None and state.pid == process.pid else ""
 
-    name: str
-    url: str  # without a path
-    ready_path: str
-    process: subprocess.Popen[bytes]
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises ServerError when the child ends, or is not ready within `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while not self._answers():
-            if self.process.poll() is not None:
-                raise ServerError(
-                    f"{self.name} ended with status {self.process.returncode} before it was ready."
-                )
-            if time.monotonic() > deadline:
-                raise ServerError(f"{self.name} was not ready within {timeout_s:.0f} s.")
-            time.sleep(POLL_S)
+def answering(url: str, path: str) -> str:
+    """`url` when a GET of `path` there gives 200, else ''."""
+    try:
+        with urllib.request.urlopen(url + path, timeout=5) as answer:
+            return url if answer.status == 200 else ""
+    except OSError:  # refused, or an HTTP error: not ready
+        return ""
 
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.url + self.ready_path, timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:  # refused, or an HTTP error: not ready
-            return False
 
-    def stop(self, is_told: bool = False) -> int:
-        """Ask the child to end as Ctrl-C does (unless the terminal has told it) and wait; KILL when it takes
-        too long. Returns its status."""
-        if self.process.poll() is None and not is_told:
-            self.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_S)
-        if self.process.poll() is None:
-            self.process.kill()
-        return self.process.wait()
+def wait_until_ready(
+    name: str, process: subprocess.Popen[bytes], ready_url: Callable[[], str], timeout_s: float
+) -> str:
+    """What `ready_url` gives once it gives something. Raises ServerError when the process ends first, or is
+    not ready within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (url := ready_url()):
+        if process.poll() is not None:
+            raise ServerError(f"{name} ended with status {process.returncode} before it was ready.")
+        if time.monotonic() > deadline:
+            raise ServerError(f"{name} was not ready within {timeout_s:.0f} s.")
+        time.sleep(POLL_S)
+    return url
+
+
+def stop(process: subprocess.Popen[bytes], is_told: bool = False) -> int:
+    """Ask a server to end as Ctrl-C does (unless the terminal has told it) and wait; KILL when it takes too
+    long. Returns its status."""
+    if process.poll() is None and not is_told:
+        process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    if process.poll() is None:
+        process.kill()
+    return process.wait()
 
 
 @contextlib.contextmanager
 def running(
-    name: str, command: list[str], url: str, ready_path: str, timeout_s: float, **variables: str
-) -> Iterator[Server]:
-    """The server of `command`, ready; stopped at the end whatever happens."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **variables})
-    server = Server(name, url, ready_path, process)
-    try:
-        server.wait_until_ready(timeout_s)
-        yield server
-    finally:
-        server.stop()
+    name: str,
+    command: list[str],
+    ready_url: Callable[[subprocess.Popen[bytes]], str],
+    timeout_s: float,
+    **variables: str,
+) -> Iterator[str]:
+    """The address of the server of `command`, ready; stopped at the end whatever happens. What it prints is
+    shown only when something goes wrong."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, **variables}
+        )
+        try:
+            yield wait_until_ready(name, process, lambda: ready_url(process), timeout_s)
+        except ServerError as error:
+            output.seek(0)
+            last = output.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+            raise ServerError("\n  ".join([f"{error} The last lines of {name}:", *last])) from error
+        finally:
+            stop(process)
 
 
 @dataclass

@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,32 @@ def build(kind: str, tree: Path, folder: Path) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.splitlines()[-1]
+
+
+def test_links_in_the_documentation_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    dead = [
+        f"{name_of(page)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert pages
+    assert not dead
+
+
+def test_every_imported_package_is_declared() -> None:
+    """A package that only comes along with another one may leave with it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=\[ ]", line)[0].lower().replace("_", "-") for line in project["dependencies"]}
+    providers = packages_distributions()
+    undeclared = set()
+    for path in sources(*FOLDERS):
+        for module in imported_modules(path):
+            top = module.split(".")[0]
+            if not top or top in sys.stdlib_module_names or top == "mlx_mesh":
+                continue
+            names = {name.lower().replace("_", "-") for name in providers.get(top, [top])}
+            if not names & declared:
+                undeclared.add(f"{name_of(path)}: {top}")
+    assert not undeclared

@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -172,3 +174,52 @@ print(generate(model, tokenizer, prompt, max_tokens=12))
         [sys.executable, "-I", "-c", code, str(smollm2)], capture_output=True, text=True, check=False
     )
     assert "Paris" in done.stdout, done.stderr
+
+
+# ---------------------------------------------------------------- the demo
+
+
+def demo(model: Path, state: Path, *flags: str) -> subprocess.Popen[str]:
+    """The demo in a process group of its own, as a terminal would have it."""
+    command = [
+        sys.executable,
+        str(SCRIPTS / "demo.py"),
+        "--hostfile",
+        str(ROOT / "hostfiles" / "loopback.yaml"),
+    ]
+    return subprocess.Popen(
+        [*command, "--model", str(model), "--port", "0", *flags],
+        env={**os.environ, "XDG_STATE_HOME": str(state)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.two_rank
+@pytest.mark.real_model
+def test_the_demo_answers_paris_from_two_ranks_and_stops(smollm2: Path, tmp_path: Path) -> None:
+    with demo(smollm2, tmp_path, "--once") as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert "Paris" in output
+    assert "from 2 ranks]" in output
+    assert "world size 2" in output
+
+
+@pytest.mark.two_rank
+def test_the_demo_serves_until_ctrl_c_and_ends_well(tiny_llama: Path, tmp_path: Path) -> None:
+    with demo(tiny_llama, tmp_path) as process:
+        watchdog = threading.Timer(240, process.kill)
+        watchdog.start()
+        lines = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "until Ctrl-C" in line:
+                os.killpg(process.pid, signal.SIGINT)
+        process.wait()
+        watchdog.cancel()
+    assert process.returncode == 0, "".join(lines)
+    assert any("is down" in line for line in lines), "".join(lines)
