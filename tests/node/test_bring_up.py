@@ -36,6 +36,7 @@ async def failed(host: Any) -> AgentFailed:
 
 async def test_two_hosts_come_up_and_answer(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
+        mesh.plans = [HostPlan(name="mac1", layers=(3,)), HostPlan(name="mac2", layers=(1,))]
         leader, line = await mesh.up()
         line.submit("a", 20)
         assert await line.answer("a") == (mesh.undisturbed_tokens(20), "length")
@@ -43,7 +44,7 @@ async def test_two_hosts_come_up_and_answer(run_mesh: Any) -> None:
         status = await line.status()
         assert status.ready and status.world_size == 2 and status.epoch == 1
         assert [row.host for row in status.ranks] == ["mac1", "mac2"]
-        assert [row.layers for row in status.ranks] == ["2-3", "0-1"]
+        assert [row.layers for row in status.ranks] == ["1-3", "0-0"]
         assert all(row.phase is Phase.READY and row.weights_bytes == 4096 for row in status.ranks)
         assert all(row.last_heartbeat_s is not None for row in status.ranks)
 
