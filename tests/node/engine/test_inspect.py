@@ -18,7 +18,7 @@ from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.placement import plan_placement
 from mlx_mesh.mesh.types import Sharding
 from mlx_mesh.node.engine.footprints import measure
-from mlx_mesh.node.engine.inspect import inspect_model
+from mlx_mesh.node.engine.inspect import inspect_model, main
 from mlx_mesh.node.engine.loader import read_headers
 from mlx_mesh.node.engine.shard import load_shard, shard_model
 
@@ -138,4 +138,8 @@ def test_the_command_names_a_bad_folder_in_one_line(tmp_path: Path) -> None:
         done = _command(str(folder))
         assert done.returncode == 2 and done.stdout == ""
         assert words in done.stderr and done.stderr.count("\n") == 1
-    assert _command().returncode == 2
+
+
+def test_a_command_without_a_model_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: ")

@@ -92,7 +92,7 @@ def test_attention_whose_keys_other_layers_use_is_not_divided(tiny: ModuleType) 
     assert "layers.0.self_attn: layers share a KV cache" in kept.refusals
 
 
-class _Averaging(nn.Module):
+class _Averaging(nn.Module):  # type: ignore[misc]
     """Looks like an MLP, but its activation needs all inner columns at once."""
 
     def __init__(self, old: Any) -> None:
