@@ -16,6 +16,7 @@ import platform
 import signal
 import socket
 import sys
+import threading
 import traceback
 from dataclasses import dataclass
 from typing import NoReturn
@@ -37,6 +38,7 @@ from mlx_mesh.node.engine.report import HeartbeatThread, Reporter, read_memory
 from mlx_mesh.node.pipe import BlockingPipe
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_ending = threading.Lock()  # taken once, never given back
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,12 @@ def run(engine: Engine) -> None:
     from mlx_mesh.node.engine.loop import Leader
 
     config, commands, reporter = engine.config, engine.commands, engine.reporter
-    channels = phases.connect(
-        config, commands, reporter, lambda message: end(reporter, "stray_peer", message)
-    )
-    phases.join_plans(config, channels, commands)
+
+    def on_fatal(kind: FailureKind, message: str) -> None:
+        end(reporter, kind, message)
+
+    channels = phases.connect(config, commands, reporter, on_fatal)
+    phases.join_plans(config, channels, commands, on_fatal)
     command, shard = phases.load(config, channels, commands, reporter)
     loop = phases.warm_up(config, channels, command, shard, commands, reporter)
     if isinstance(loop, Leader):
@@ -121,7 +125,9 @@ def shutdown(engine: Engine) -> None:
 
 
 def end(reporter: Reporter, kind: FailureKind, message: str) -> NoReturn:
-    """Report and end the process without its destructors: MLX's may wait for a peer that is gone."""
+    """Report and end the process without its destructors: MLX's may wait for a peer that is gone.
+    Of several threads the first one is heard."""
+    _ending.acquire()
     print(f"engine: {message}", file=sys.stderr, flush=True)
     reporter.failed(kind, message)
     os._exit(EXIT_STATUS[kind])

@@ -169,7 +169,7 @@ class Leader:
         plans_ahead: int,
     ) -> None:
         """`plans_ahead`: how many plans the followers get before this rank computes the step in hand. A
-        pipeline needs one for each later stage, so that the first ones go on with the next chunk meanwhile."""
+        pipeline needs one for each later stage: the first ones go on with the next chunk meanwhile."""
         self._generation = generation
         self._scheduler = scheduler
         self._plans = plans

@@ -19,7 +19,7 @@ from mlx_mesh.mesh.messages import (
 )
 from mlx_mesh.mesh.types import Phase, Sharding
 from mlx_mesh.node.engine.commands import Commands
-from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.failure import EngineError, FailureKind
 from mlx_mesh.node.engine.group import DataGroup, form_group
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader, NoFollowers
 from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver
@@ -35,6 +35,10 @@ WARM_UP_REQUEST = GenerateRequest(
 )
 
 
+OnFatal = Callable[[FailureKind, str], None]
+"""Reports and ends the process, from any thread: the main one may hang in a collective for ever."""
+
+
 @dataclass(slots=True)
 class Channels:
     """What CONNECTED stands for: the data group, and this rank's end of the plan channel."""
@@ -47,9 +51,7 @@ class Channels:
             self.plans.close()
 
 
-def connect(
-    config: EngineConfig, commands: Commands, reporter: Reporter, on_stuck: Callable[[str], None]
-) -> Channels:
+def connect(config: EngineConfig, commands: Commands, reporter: Reporter, on_fatal: OnFatal) -> Channels:
     """Form the data group and, on the leader, bind the plan channel."""
     command = commands.expect(Connect)
     if (command.epoch, command.rank, command.world_size) != (config.epoch, config.rank, config.world_size):
@@ -60,19 +62,20 @@ def connect(
         )
     reporter.enter(Phase.CONNECTING)
     reporter.send(reporter.heartbeat())  # the last one until the group is there, see HeartbeatThread
-    channels = Channels(form_group(command, on_stuck))
+    channels = Channels(form_group(command, lambda message: on_fatal("stray_peer", message)))
     if config.world_size > 1 and config.rank == 0:
-        channels.plans = publisher = PlanPublisher(config)
+        channels.plans = publisher = PlanPublisher(config, lambda message: on_fatal("peer_lost", message))
         reporter.reached(Phase.CONNECTED, plan_endpoint=publisher.endpoint)
     else:
         reporter.reached(Phase.CONNECTED)
     return channels
 
 
-def join_plans(config: EngineConfig, channels: Channels, commands: Commands) -> None:
+def join_plans(config: EngineConfig, channels: Channels, commands: Commands, on_fatal: OnFatal) -> None:
     """On a follower: go to the leader's plan channel."""
     if config.rank > 0:
-        channels.plans = PlanReceiver(config, commands.expect(JoinPlans).endpoint)
+        endpoint = commands.expect(JoinPlans).endpoint
+        channels.plans = PlanReceiver(config, endpoint, lambda message: on_fatal("peer_lost", message))
 
 
 def load(

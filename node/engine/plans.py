@@ -1,29 +1,34 @@
 """The plan channel: step plans from the leader engine straight to the follower engines.
 
 ROUTER on the leader, DEALER on each follower, CURVE with the mesh's keys. Synchronous: both ends belong to
-the engine's main thread.
+the engine's main thread. A thread beside it watches the connections: an engine that ends takes them along.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import recv_monitor_message
 
 from mlx_mesh.mesh.errors import ProtocolError
 from mlx_mesh.mesh.messages import MAX_FRAME_BYTES, EngineConfig, PlanHello, StepPlan, encode
 from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.watch import ConnectionWatch
 from mlx_mesh.node.keys import ZAP_DOMAIN, AllowOnlyClientKey, derive_keys, secure_client, secure_server
 
 HELLO_S = 30.0
 """From the leader's first plan until every follower has said hello; they joined before they loaded."""
 
-LAST_WORDS_MS = 200
-"""After the leader is seen to be gone: how long a plan that it sent before may still take to show up."""
+FAREWELL_S = 5.0
+"""From the stop plan until the followers have left; a leader that left first would look like a dead one."""
+
+OnLost = Callable[[str], None]
+"""Called from the watching thread, once, with what to tell people. The main thread may hang in a collective,
+so the callee has to report and end the process."""
 
 _hello_decoder = msgspec.msgpack.Decoder(PlanHello)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
@@ -32,11 +37,15 @@ _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 class PlanPublisher:
     """The leader's end."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_lost: OnLost) -> None:
         """Bind to a random port of `config.plan_address`. Raises EngineError(bind)."""
         self._epoch = config.epoch
         self._followers = tuple(range(1, config.world_size))
+        self._on_lost = on_lost
         self._step = 0
+        self._changed = threading.Condition()
+        self._rank_by_fd: dict[int, int] = {}  # followers that are here
+        self._is_ending = False
         keys = derive_keys(config.secret)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
@@ -48,6 +57,7 @@ class PlanPublisher:
         self._socket.sndhwm = 0  # plans are small and the followers' pace bounds how many are under way
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         secure_server(self._socket, keys)
+        self._watch = ConnectionWatch(self._socket, self._connection_changed)
         try:
             self._socket.bind(f"tcp://{config.plan_address}:*")
         except zmq.ZMQError as error:
@@ -60,8 +70,10 @@ class PlanPublisher:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def wait_for_followers(self, deadline_s: float = HELLO_S) -> None:
-        """Return when every follower has said hello. Raises EngineError(peer_lost) at the deadline and
-        ProtocolError for anything but the hellos of this epoch."""
+        """Return when every follower has said hello; from then on `on_lost` is called when one goes.
+
+        Raises EngineError(peer_lost) at the deadline and ProtocolError for anything but the hellos of this
+        epoch."""
         missing = set(self._followers)
         end = time.monotonic() + deadline_s
         while missing:
@@ -73,9 +85,12 @@ class PlanPublisher:
                     f"The engines of ranks {ranks} did not join the plan channel at {self.endpoint} within "
                     f"{deadline_s:g} s. Check that their hosts reach this address.",
                 )
-            identity, *frames = self._socket.recv_multipart()
-            rank = check_hello(identity, frames, self._epoch, missing)
+            identity, *frames = self._socket.recv_multipart(copy=False)
+            rank = check_hello(identity.bytes, [frame.bytes for frame in frames], self._epoch, missing)
             missing.discard(rank)
+            self._watch.handle_pending()  # also the end of a stranger whose descriptor this follower has now
+            self._rank_by_fd[int(identity.get(zmq.SRCFD))] = rank
+        self._watch.start()
 
     def publish(self, plan: StepPlan) -> None:
         """Send one plan to every follower. Raises EngineError(peer_lost) if one is gone."""
@@ -84,29 +99,47 @@ class PlanPublisher:
                 f"plan {plan.epoch}/{plan.step} after step {self._step} of epoch {self._epoch}"
             )
         self._step = plan.step
+        with self._changed:
+            self._is_ending = self._is_ending or plan.stop
         body = encode(plan)
         for rank in self._followers:
             try:
                 self._socket.send_multipart([_identity(rank), body])
             except zmq.ZMQError as error:
-                raise EngineError(
-                    "peer_lost", f"The engine of rank {rank} left the plan channel ({error}): see its log."
-                ) from error
+                raise EngineError("peer_lost", f"{lost_message(rank)} ({error})") from error
 
     def close(self) -> None:
-        if hasattr(self, "_socket"):
-            self._socket.close(linger=1000)  # the stop plan has to get out
+        """After the stop plan: wait until the followers have left, then close."""
+        with self._changed:
+            if self._is_ending:
+                self._changed.wait_for(lambda: not self._rank_by_fd, FAREWELL_S)
+            self._is_ending = True
+        self._watch.close()
+        self._socket.close(linger=0)
         self._authenticator.stop()
         self._context.term()
+
+    def _connection_changed(self, event: int, fd: int) -> None:
+        if event != zmq.EVENT_DISCONNECTED:
+            return
+        with self._changed:
+            rank = self._rank_by_fd.pop(fd, None)
+            is_expected = self._is_ending
+            self._changed.notify_all()
+        if rank is not None and not is_expected:
+            self._on_lost(lost_message(rank))
 
 
 class PlanReceiver:
     """A follower's end."""
 
-    def __init__(self, config: EngineConfig, endpoint: str) -> None:
-        """Connect and say hello; neither waits."""
+    def __init__(self, config: EngineConfig, endpoint: str, on_lost: OnLost) -> None:
+        """Connect and say hello; neither waits. `on_lost`: for a leader that goes before its stop plan."""
         self._epoch = config.epoch
+        self._on_lost = on_lost
         self._step = 0
+        self._has_joined = False
+        self._is_ending = False
         keys = derive_keys(config.secret)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -115,34 +148,36 @@ class PlanReceiver:
         self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         secure_client(self._socket, keys)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._watch = ConnectionWatch(self._socket, self._connection_changed)
+        self._watch.start()
         self._socket.connect(endpoint)
         self._socket.send(encode(PlanHello(epoch=config.epoch, rank=config.rank)))
-        self._endpoint = endpoint
 
     def next(self) -> StepPlan:
-        """The next plan, waiting without limit and without using the CPU.
-
-        Raises EngineError(peer_lost) when the leader engine is gone, ProtocolError for anything but the next
-        plan of this epoch."""
-        ready = dict(self._poller.poll())
-        if self._socket not in ready and not self._socket.poll(LAST_WORDS_MS):
-            recv_monitor_message(self._monitor)
-            raise EngineError(
-                "peer_lost", f"The leader engine at {self._endpoint} is gone: see the log of rank 0."
-            )
+        """The next plan, waiting without limit and without using the CPU. Raises ProtocolError for anything
+        but the next plan of this epoch."""
         plan = check_plan(self._socket.recv_multipart(), self._epoch, self._step + 1)
         self._step = plan.step
+        self._is_ending = self._is_ending or plan.stop
         return plan
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._is_ending = True
+        self._watch.close()
         self._socket.close(linger=0)
         self._context.term()
+
+    def _connection_changed(self, event: int, fd: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._has_joined = True
+        elif event == zmq.EVENT_DISCONNECTED and self._has_joined and not self._is_ending:
+            self._is_ending = True  # zmq may connect and lose again; once is enough
+            self._on_lost(lost_message(0))
+
+
+def lost_message(rank: int) -> str:
+    """For an engine whose connection ended."""
+    return f"The engine of rank {rank} left the plan channel: it is gone. See the log of rank {rank}."
 
 
 def _identity(rank: int) -> bytes:

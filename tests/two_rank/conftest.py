@@ -49,9 +49,14 @@ class EngineProcess:
     """One engine child and what it reported."""
 
     def __init__(self, config: EngineConfig | None, code: str = "") -> None:
-        """`code` runs instead of the module, with the descriptor as its argument."""
+        """`code` runs before the engine's main function."""
         ours, theirs = socket.socketpair()
-        start = ["-c", code] if code else ["-m", "mlx_mesh.node.engine"]
+        start = ["-m", "mlx_mesh.node.engine"]
+        if code:
+            start = [
+                "-c",
+                f"{code}\nimport sys\nfrom mlx_mesh.node.engine.__main__ import main\nsys.exit(main())",
+            ]
         environment = dict(os.environ)
         if OPENBLAS.exists():  # MLX's CPU wheel multiplies far slower
             environment |= {"LD_PRELOAD": str(OPENBLAS), "OPENBLAS_NUM_THREADS": "1"}
@@ -179,11 +184,20 @@ def engine_config(**changes: Any) -> EngineConfig:
 class EngineMesh:
     """The engines of one epoch; used as a context."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, codes: Sequence[str] = (), epochs: Sequence[int] = ()) -> None:
+        """`codes[rank]` runs in that engine before its main function; `epochs` are all 1 by default."""
         secret = secrets.token_hex(32)
         self.world_size = world_size
         self.engines = [
-            EngineProcess(engine_config(rank=rank, world_size=world_size, secret=secret))
+            EngineProcess(
+                engine_config(
+                    rank=rank,
+                    world_size=world_size,
+                    secret=secret,
+                    epoch=epochs[rank] if epochs else 1,
+                ),
+                codes[rank] if codes else "",
+            )
             for rank in range(world_size)
         ]
 

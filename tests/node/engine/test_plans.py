@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import queue
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -26,9 +27,15 @@ def follower(rank: int, **other: object) -> EngineConfig:
     return msgspec.structs.replace(CONFIG, rank=rank, **other)
 
 
+def never(message: str) -> None:
+    raise AssertionError(message)
+
+
 @contextmanager
-def publisher(config: EngineConfig = CONFIG) -> Iterator[PlanPublisher]:
-    it = PlanPublisher(config)
+def publisher(
+    config: EngineConfig = CONFIG, on_lost: Callable[[str], None] = never
+) -> Iterator[PlanPublisher]:
+    it = PlanPublisher(config, on_lost)
     try:
         yield it
     finally:
@@ -36,15 +43,17 @@ def publisher(config: EngineConfig = CONFIG) -> Iterator[PlanPublisher]:
 
 
 @contextmanager
-def receiver(config: EngineConfig, endpoint: str) -> Iterator[PlanReceiver]:
-    it = PlanReceiver(config, endpoint)
+def receiver(
+    config: EngineConfig, endpoint: str, on_lost: Callable[[str], None] = never
+) -> Iterator[PlanReceiver]:
+    it = PlanReceiver(config, endpoint, on_lost)
     try:
         yield it
     finally:
         it.close()
 
 
-def test_every_follower_gets_every_plan_in_order() -> None:
+def test_every_follower_gets_every_plan_in_order_and_leaves_before_the_leader() -> None:
     with ExitStack() as stack:
         leader = stack.enter_context(publisher())
         followers = [stack.enter_context(receiver(follower(rank), leader.endpoint)) for rank in (1, 2)]
@@ -81,43 +90,55 @@ def test_a_follower_of_another_epoch_is_an_error() -> None:
         leader.wait_for_followers(10)
 
 
-def test_a_waiting_follower_notices_that_the_leader_is_gone() -> None:
+def test_a_follower_is_told_that_the_leader_is_gone() -> None:
+    lost: queue.Queue[str] = queue.Queue()
     config = msgspec.structs.replace(CONFIG, world_size=2)
-    leader = PlanPublisher(config)
-    with receiver(follower(1), leader.endpoint) as waiting:
+    leader = PlanPublisher(config, never)
+    with receiver(follower(1), leader.endpoint, lost.put):
         leader.wait_for_followers(10)
-        closer = threading.Timer(0.2, leader.close)
-        closer.start()
-        with pytest.raises(EngineError, match=r"leader engine .* is gone") as caught:
-            waiting.next()
-        closer.join()
-        assert caught.value.kind == "peer_lost"
+        leader.close()  # without a stop plan
+        assert "rank 0" in lost.get(timeout=10)
 
 
-def test_a_plan_sent_before_the_leader_left_still_counts() -> None:
-    config = msgspec.structs.replace(CONFIG, world_size=2)
-    leader = PlanPublisher(config)
-    with receiver(follower(1), leader.endpoint) as waiting:
+def test_the_leader_is_told_which_follower_is_gone() -> None:
+    lost: queue.Queue[str] = queue.Queue()
+    with publisher(on_lost=lost.put) as leader, receiver(follower(1), leader.endpoint):
+        second = PlanReceiver(follower(2), leader.endpoint, never)
         leader.wait_for_followers(10)
-        leader.publish(StepPlan(epoch=3, step=1, stop=True))
-        leader.close()
-        assert waiting.next().stop
+        second.close()
+        assert "rank 2" in lost.get(timeout=10)
+
+
+def test_strangers_that_come_and_go_are_nobodys_loss() -> None:
+    lost: queue.Queue[str] = queue.Queue()
+    with publisher(on_lost=lost.put) as leader:
+        host, _, port = leader.endpoint.removeprefix("tcp://").rpartition(":")
+        socket.create_connection((host, int(port))).close()
+        with receiver(follower(1), leader.endpoint), receiver(follower(2), leader.endpoint) as second:
+            leader.wait_for_followers(10)
+            socket.create_connection((host, int(port))).close()
+            leader.publish(PLAN)
+            assert second.next() == PLAN
+            leader.publish(StepPlan(epoch=3, step=2, stop=True))
+    assert lost.empty()
 
 
 def test_publishing_to_a_follower_that_left_is_an_error() -> None:
+    lost: queue.Queue[str] = queue.Queue()
     config = msgspec.structs.replace(CONFIG, world_size=2)
-    with publisher(config) as leader:
+    with publisher(config, lost.put) as leader:
         with receiver(follower(1), leader.endpoint):
             leader.wait_for_followers(10)
+        lost.get(timeout=10)
         with pytest.raises(EngineError, match="rank 1 left") as caught:
-            for step in range(1, 100_000):  # until the ROUTER has noticed
+            for step in range(1, 100_000):  # until the ROUTER has noticed, too
                 leader.publish(StepPlan(epoch=3, step=step))
         assert caught.value.kind == "peer_lost"
 
 
 def test_an_address_that_the_host_does_not_have_is_said_in_words() -> None:
     with pytest.raises(EngineError, match=r"192\.0\.2\.1 .*address of this host") as caught:
-        PlanPublisher(msgspec.structs.replace(CONFIG, plan_address="192.0.2.1"))
+        PlanPublisher(msgspec.structs.replace(CONFIG, plan_address="192.0.2.1"), never)
     assert caught.value.kind == "bind"
 
 

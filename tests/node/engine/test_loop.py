@@ -1,0 +1,230 @@
+"""The order of things in a leader's and a follower's loop, without a model."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from mlx_mesh.mesh.messages import (
+    Cancel,
+    EngineCommand,
+    EngineReport,
+    GenerateRequest,
+    RequestFailed,
+    StepPlan,
+    StopEngine,
+    Submit,
+    Tokens,
+    WarmUp,
+)
+from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.loop import Follower, Generation, Leader
+from mlx_mesh.node.engine.report import Reporter
+from mlx_mesh.node.engine.scheduler import Produced, Scheduler
+from mlx_mesh.node.pipe import BlockingPipe
+
+
+@dataclass
+class CountingGeneration:
+    """Rows that give the token 100 in every step until their max_tokens."""
+
+    log: list[str]
+    rows: dict[str, int] = field(default_factory=dict)
+    vocab_size: int = 320
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    def apply(self, plan: StepPlan, request_of: Any = None) -> None:
+        for request_id in plan.cancel:
+            self.rows.pop(request_id, None)
+        for admission in plan.admit:
+            if request_of is not None:
+                assert request_of(admission.id).id == admission.id
+            self.rows[admission.id] = admission.max_tokens
+        self.log.append(f"apply {plan.step}")
+
+    def step(self) -> list[Produced]:
+        self.log.append("step")
+        produced = []
+        for request_id in list(self.rows):
+            self.rows[request_id] -= 1
+            is_over = self.rows[request_id] == 0
+            produced.append(Produced(request_id, 100, "length" if is_over else None))
+            if is_over:
+                del self.rows[request_id]
+        return produced
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+@dataclass
+class Stage:
+    """A leader with a log of what it did, in order."""
+
+    log: list[str]
+    leader: Leader
+    generation: CountingGeneration
+    scheduler: Scheduler
+    agent: BlockingPipe[EngineReport]
+    reporter: Reporter
+    commands: list[EngineCommand] = field(default_factory=list)
+
+    def next(self) -> EngineCommand:
+        self.log.append("idle")
+        return self.commands.pop(0)
+
+    def poll(self) -> EngineCommand | None:
+        """A StopEngine waits until everything else is done."""
+        if self.commands and not isinstance(self.commands[0], StopEngine):
+            return self.commands.pop(0)
+        return None
+
+    def publish(self, plan: StepPlan) -> None:
+        self.log.append("publish stop" if plan.stop else f"publish {plan.step}")
+
+    def run(self, *commands: EngineCommand) -> list[str]:
+        self.commands = list(commands)
+        self.leader.run(self)
+        return self.log
+
+
+def make_stage(plans_ahead: int, engine: socket.socket, agent: socket.socket) -> Stage:
+    log: list[str] = []
+    generation = CountingGeneration(log)
+    scheduler = Scheduler(1, max_sequences=4)
+    reporter = Reporter(BlockingPipe(engine, msgspec.msgpack.Decoder(EngineCommand)))
+    stage = Stage(
+        log,
+        cast(Leader, None),
+        generation,
+        scheduler,
+        BlockingPipe(agent, msgspec.msgpack.Decoder(EngineReport)),
+        reporter,
+    )
+    stage.leader = Leader(cast(Generation, generation), scheduler, stage, reporter, plans_ahead=plans_ahead)
+    return stage
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    with ours, theirs:
+        yield theirs, ours
+
+
+def submit(request_id: str, max_tokens: int, prompt: tuple[int, ...] = (1, 2)) -> Submit:
+    return Submit(request=GenerateRequest(id=request_id, prompt_ids=prompt, max_tokens=max_tokens))
+
+
+def test_alone_each_plan_is_published_just_before_its_step(sockets: Any) -> None:
+    log = make_stage(0, *sockets).run(submit("a", 2), StopEngine())
+    assert log == [
+        *("idle", "publish 1", "apply 1", "step"),
+        *("publish 2", "apply 2", "step"),
+        *("idle", "publish stop", "close"),
+    ]
+
+
+def test_followers_are_one_plan_ahead_and_steps_that_turned_out_empty_are_still_made(sockets: Any) -> None:
+    log = make_stage(1, *sockets).run(submit("a", 2), StopEngine())
+    assert log == [
+        *("idle", "publish 1", "publish 2", "apply 1", "step"),
+        *("publish 3", "apply 2", "step"),
+        *("apply 3", "step"),
+        *("idle", "publish stop", "close"),
+    ]
+
+
+def test_a_stop_in_the_middle_first_does_the_steps_that_followers_know_of(sockets: Any) -> None:
+    stage = make_stage(2, *sockets)
+    stage.commands = [submit("a", 100)]
+
+    def poll() -> EngineCommand | None:
+        return StopEngine() if "apply 1" in stage.log else None
+
+    stage.poll = poll  # type: ignore[method-assign]
+    stage.leader.run(stage)
+    tail = stage.log[stage.log.index("apply 1") :]
+    assert tail == ["apply 1", "step", "apply 2", "step", "apply 3", "step", "publish stop", "close"]
+
+
+def test_every_token_and_every_refusal_is_told(sockets: Any) -> None:
+    stage = make_stage(1, *sockets)
+    stage.run(submit("a", 2), submit("bad", 2, ()), submit("b", 1), Cancel(id="nobody"), StopEngine())
+    heard: list[tuple[str, int, str | None]] = []
+    refused = []
+    while len(heard) < 3:
+        report = stage.agent.receive()
+        if isinstance(report, RequestFailed):
+            refused.append((report.id, report.code))
+        assert isinstance(report, (Tokens, RequestFailed))
+        if isinstance(report, Tokens):
+            heard += [(c.id, len(c.token_ids), c.finish_reason) for c in report.chunks]
+    assert refused == [("bad", "empty_prompt")]
+    assert sorted(heard, key=str) == [("a", 1, "length"), ("a", 1, None), ("b", 1, "length")]
+
+
+def test_the_warm_up_is_silent_and_teaches_the_vocabulary(sockets: Any) -> None:
+    stage = make_stage(1, *sockets)
+    stage.leader.warm_up(submit("warm-up", 1).request)
+    assert "step" in stage.log
+    assert stage.scheduler.vocab_size == 320
+    stage.run(submit("a", 1), StopEngine())
+    report = stage.agent.receive()
+    assert isinstance(report, Tokens)
+    assert report.chunks[0].id == "a"
+
+
+def test_the_heartbeat_counts_steps(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    stage.run(submit("a", 3), StopEngine())
+    beat = stage.reporter.heartbeat()
+    assert (beat.step, beat.busy, beat.num_sequences) == (3, False, 0)
+
+
+def test_a_command_of_bring_up_is_refused_once_ready(sockets: Any) -> None:
+    with pytest.raises(EngineError, match="WarmUp came"):
+        make_stage(0, *sockets).run(WarmUp())
+
+
+@dataclass
+class Plans:
+    plans: list[StepPlan]
+
+    def next(self) -> StepPlan:
+        return self.plans.pop(0)
+
+
+def test_a_follower_does_what_the_plans_say_until_the_stop(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    plans = Plans(
+        [StepPlan(epoch=1, step=1), StepPlan(epoch=1, step=2), StepPlan(epoch=1, step=3, stop=True)]
+    )
+    Follower(cast(Generation, stage.generation), plans, stage.reporter).run()
+    assert stage.log == ["apply 1", "step", "apply 2", "step", "close"]
+    assert stage.reporter.heartbeat().step == 2
+
+
+def test_a_followers_warm_up_ends_when_the_one_request_is_through(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    scheduler = Scheduler(1, max_sequences=1)
+    scheduler.submit(submit("warm-up", 2).request)
+    plans = Plans([scheduler.next_plan(0) for _ in range(4)])
+    Follower(cast(Generation, stage.generation), plans, stage.reporter).warm_up()
+    assert [plan.step for plan in plans.plans] == [3, 4]
+
+
+def test_a_stop_during_a_followers_warm_up_is_an_error(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    plans = Plans([StepPlan(epoch=1, step=1, stop=True)])
+    with pytest.raises(EngineError, match="during the warm-up"):
+        Follower(cast(Generation, stage.generation), plans, stage.reporter).warm_up()
