@@ -70,7 +70,7 @@ class Console:
 
     def progress(self, rank: int, host: str, phase: Phase, done: int, total: int, detail: str) -> None:
         """The one line of a rank."""
-        count = f" {done}/{total} layers" if total else ""
+        count = f" {done}/{total}" if total else ""
         text = harmless(f"{prefix(str(rank), host)} {phase}{count}{f': {detail}' if detail else ''}")
         if self._rich.is_terminal:
             self._progress[rank] = text

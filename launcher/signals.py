@@ -28,6 +28,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started by nohup
             self._before[number] = signal.signal(number, self._handle)
         return self
 

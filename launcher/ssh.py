@@ -109,6 +109,10 @@ class SshHost:
             channel = self._transport.open_session(timeout=OPEN_TIMEOUT_S)
             channel.exec_command(command)
         except (paramiko.SSHException, EOFError, OSError) as error:
+            if self.lost:
+                raise HostFault(
+                    self.name, "connect", f"the connection was lost ({self.lost})", "see if the host is awake"
+                ) from error
             raise HostFault(
                 self.name,
                 "interpreter",

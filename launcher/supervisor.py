@@ -319,7 +319,7 @@ class Supervisor:
                 if index != 0:  # the leader's own reason stands in the final error
                     console.log("agent", self._agents[index].host.entry.name, event.message)
             case AgentStopped():
-                if event.reason:
+                if event.reason and not self._is_stopping:
                     console.log("agent", self._agents[index].host.entry.name, f"stopped: {event.reason}")
 
     def _set_pid(self, index: int, pid: int) -> None:

@@ -77,7 +77,7 @@ def _up(
             if ready is None:
                 raise Interrupted("Stopped before the mesh was ready.")
             state.set_url(ready.url)
-            _tell_ready(config, hosts, ready, console)
+            _tell_ready(config, hosts, ready, console, is_detached=bool(log))
             if on_ready is not None:
                 on_ready(ready.url)
             console.say(f"\nStopping ({supervisor.run()}) ...")
@@ -111,14 +111,22 @@ def _show_plan(config: LaunchConfig, hosts: Sequence[ReadyHost], console: Consol
     console.plan(plan.placement, plan.rows, config.model, str(config.backend))
 
 
-def _tell_ready(config: LaunchConfig, hosts: Sequence[ReadyHost], ready: MeshReady, console: Console) -> None:
+def _tell_ready(
+    config: LaunchConfig,
+    hosts: Sequence[ReadyHost],
+    ready: MeshReady,
+    console: Console,
+    *,
+    is_detached: bool,
+) -> None:
     leader, hints = hosts[0].entry, []
     served = Api(ready.url)
     if not leader.is_local and is_loopback(served.host):
         hints.append(
             f"on {leader.name} only; from here: ssh -L {served.port}:127.0.0.1:{served.port} {leader.ssh}"
         )
-    hints.append(f"mlx-mesh chat {config.name} | mlx-mesh status {config.name} | Ctrl-C stops")
+    end = f"mlx-mesh down {config.name}" if is_detached else "Ctrl-C stops"
+    hints.append(f"mlx-mesh chat {config.name} | mlx-mesh status {config.name} | {end}")
     count = config.num_ranks
     console.ready(
         config.name, served.url, f"{count} rank{'s' if count > 1 else ''}, {ready.seconds:.1f} s", hints

@@ -24,7 +24,7 @@ def started(pid: int) -> str:
             return ""
         return "" if fields[0] == b"Z" else fields[19].decode()
     done = subprocess.run(
-        ["/bin/ps", "-o", "stat=,lstart=", "-p", str(pid)],
+        ["/bin/ps", "-o", "stat=", "-o", "lstart=", "-p", str(pid)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -421,9 +421,7 @@ def free_port() -> int:
 def sessions_of(pid: int) -> list[int]:
     """The processes of the server's connections: its children and theirs."""
     found: list[int] = []
-    for child in map(
-        int, subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True).stdout.split()
-    ):
+    for child in map(int, subprocess.run(["pgrep", "-P", str(pid)], capture_output=True).stdout.split()):
         found += [child, *sessions_of(child)]
     return found
 

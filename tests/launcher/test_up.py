@@ -135,7 +135,7 @@ def test_up_shows_plan_progress_logs_and_url_and_ctrl_c_ends_it_cleanly(
     output = running.output
     assert re.search(r"Plan: /m, 2 ranks, sharding \w+", output)
     assert re.search(r"rank +host +part +weights", output)
-    assert "[0 mac1] loading 0/4 layers" in output and "[0 mac1] loading 4/4 layers" in output
+    assert "[0 mac1] loading 0/4\n" in output and "[0 mac1] loading 4/4\n" in output
     assert "[0 mac1] red words" in output  # without its escape sequences
     assert (
         "[agent mac1] a line before anything framed" in output and "[agent mac1] a line on stderr" in output
@@ -359,7 +359,7 @@ def test_a_detached_mesh_is_shown_asked_and_taken_down(local: tuple[Path, Any], 
     try:
         assert done.returncode == ExitCode.OK, done.stderr
         assert re.search(r"studio is ready: http://127.0.0.1:\d+/v1", done.stdout)
-        assert "[0 mac1] loading 4/4 layers" in done.stdout
+        assert "[0 mac1] loading 4/4" in done.stdout
         (agent,) = fake.agents()
         shown = mesh("status", hostfile)
         assert shown.returncode == ExitCode.OK and "studio: ready" in shown.stdout
