@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mesh.mesh.errors import BringUpError, PlacementError
@@ -153,42 +152,19 @@ def test_ghost_caches_keep_offsets_but_no_keys(tiny: ModuleType, simulator: Modu
     assert max(size for _, size in ghosts) * 90 < min(size for _, size in layers)
 
 
+@pytest.mark.parametrize("kind", ["llama", "sliding", "qwen3_next", "mamba2"])
 def test_a_batch_that_grows_and_shrinks_gives_the_tokens_of_one_process(
-    tiny: ModuleType, simulator: ModuleType
+    tiny: ModuleType, simulator: ModuleType, kind: str
 ) -> None:
-    placement = tiny.stages(6, [1, 4])
-    alone = _generate(tiny.build(tiny.llama()).model, None)
+    named = {"llama": tiny.llama(), "sliding": tiny.llama(**tiny.SLIDING)}
+    config = named.get(kind) or tiny.CONFIGS[kind]
+    num_layers = len(tiny.build(config).layers)
+    placement = tiny.stages(num_layers, [1, num_layers - 1])
+    alone = tiny.generate(tiny.build(config).model, None)
 
     def body(rank: int, exchange: Any) -> Any:
-        shard = shard_model(tiny.build(tiny.llama()), placement, rank, exchange, tiny.ignore_progress)
-        return _generate(shard.model, exchange)
+        shard = shard_model(tiny.build(config), placement, rank, exchange, tiny.ignore_progress)
+        return tiny.generate(shard.model, exchange)
 
     for tokens in simulator.Simulator(3).run(body):
         assert tokens == alone
-
-
-def _generate(model: Any, exchange: Any) -> dict[int, list[int]]:
-    """Three prompts of different lengths, prefilled in chunks of 8; one more and one less on the way."""
-
-    def sampler(logprobs: Any) -> Any:
-        ids = mx.argmax(logprobs, axis=-1)
-        if exchange is None:
-            return ids
-        own = ids if exchange.rank == 0 else None
-        return exchange.broadcast_ids(own, logprobs.shape[0], [logprobs])
-
-    generator = BatchGenerator(model, sampler=sampler, prefill_step_size=8)
-    prompts = [[(7 * i + 3 * p) % 97 for i in range(n)] for p, n in enumerate([3, 21, 11])]
-    generator.insert(prompts, max_tokens=[24, 6, 19])
-    tokens: dict[int, list[int]] = {}
-    for step in range(40):
-        if step == 4:
-            generator.insert([[5, 6, 7, 8, 9]], max_tokens=[12])
-        if step == 9:
-            generator.remove([2])
-        _, responses = generator.next()
-        for response in responses:
-            tokens.setdefault(response.uid, []).append(response.token)
-    mx.synchronize(generator.stream)
-    assert [len(tokens[uid]) for uid in (0, 1, 3)] == [24, 6, 12]
-    return tokens

@@ -92,6 +92,19 @@ def test_attention_whose_keys_other_layers_use_is_not_divided(tiny: ModuleType) 
     assert "layers.0.self_attn: layers share a KV cache" in kept.refusals
 
 
+def test_a_batch_that_grows_and_shrinks_gives_the_tokens_of_one_process(
+    tiny: ModuleType, simulator: ModuleType
+) -> None:
+    placement = tiny.slices(6, [2, 1])
+    alone = tiny.generate(tiny.build(tiny.llama()).model, None)
+
+    def body(rank: int, exchange: Any) -> Any:
+        shard = shard_model(tiny.build(tiny.llama()), placement, rank, exchange, tiny.ignore_progress)
+        return tiny.generate(shard.model, exchange)
+
+    assert simulator.Simulator(2).run(body) == [alone, alone]
+
+
 class _Averaging(nn.Module):  # type: ignore[misc]
     """Looks like an MLP, but its activation needs all inner columns at once."""
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mesh.mesh.types import Placement, Shard, Sharding
@@ -121,6 +122,33 @@ def forward(model: Any, num_decoded: int = 5) -> list[Any]:
         mx.eval(outputs[-1])
     mx.eval(outputs)
     return outputs
+
+
+def generate(model: Any, exchange: Any) -> dict[int, list[int]]:
+    """Three prompts of different lengths, prefilled in chunks of 8; one more and one less on the way."""
+
+    def sampler(logprobs: Any) -> Any:
+        ids = mx.argmax(logprobs, axis=-1)
+        if exchange is None:
+            return ids
+        own = ids if exchange.rank == 0 else None
+        return exchange.broadcast_ids(own, logprobs.shape[0], [logprobs])
+
+    generator = BatchGenerator(model, sampler=sampler, prefill_step_size=8)
+    prompts = [[(7 * i + 3 * p) % 97 for i in range(n)] for p, n in enumerate([3, 21, 11])]
+    generator.insert(prompts, max_tokens=[24, 6, 19])
+    tokens: dict[int, list[int]] = {}
+    for step in range(40):
+        if step == 4:
+            generator.insert([[5, 6, 7, 8, 9]], max_tokens=[12])
+        if step == 9:
+            generator.remove([2])
+        _, responses = generator.next()
+        for response in responses:
+            tokens.setdefault(response.uid, []).append(response.token)
+    mx.synchronize(generator.stream)
+    assert [len(tokens[uid]) for uid in (0, 1, 3)] == [24, 6, 12]
+    return tokens
 
 
 def gap(outputs: Sequence[Any], reference: Sequence[Any]) -> float:
