@@ -236,7 +236,7 @@ def read_answer(answer: dict[str, Any], host: str, python: str, model: str) -> H
         raise HostFault(
             host,
             "model",
-            facts.model_error or f"there is no model {answer['model']}",
+            facts.model_error.rstrip(".") or f"there is no model {answer['model']}",
             f"copy the model there{where}, or correct --model",
         )
     return facts

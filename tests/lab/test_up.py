@@ -67,7 +67,8 @@ LOGS = ".local/state/mlx-mesh/lab/logs/"
 
 
 def nothing_is_left(lab: Any, *allowed: str) -> None:
-    """No process, no port; of files only logs and those that are `allowed`, below the mesh's state folder."""
+    """No process, no port; of files only what is documented: logs, empty locks, and those that are `allowed`
+    in the state folder of mac1."""
     deadline = time.monotonic() + GONE_S
     while True:
         left = {host: (lab.processes(host), lab.listening(host)) for host in lab.hosts}
@@ -76,7 +77,8 @@ def nothing_is_left(lab: Any, *allowed: str) -> None:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     files = {f"{host}:{name}" for host in lab.hosts for name in lab.files(host) if not name.startswith(LOGS)}
-    assert files <= {f"mac1:.local/state/mlx-mesh/lab/{name}" for name in allowed}
+    locks = {f"{host}:.local/state/mlx-mesh/lab/.agent-{host}.lock" for host in lab.hosts}
+    assert files - locks <= {f"mac1:.local/state/mlx-mesh/lab/{name}" for name in allowed}
 
 
 # ---------------------------------------------------------------- pretended agents
