@@ -8,10 +8,11 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
+from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.probe import divisible_units, why_undivided
 from mlx_mesh.node.engine.tensor import bytes_of_share
-from mlx_mesh.node.engine.trace import TAIL, CacheSize, ModelTrace, TraceError, trace_model
+from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
 
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
 

@@ -18,24 +18,23 @@ import mlx.core as mx
 
 from mlx_mesh.mesh.errors import BringUpError, PlacementError
 from mlx_mesh.mesh.types import Placement
+from mlx_mesh.node.engine.caches import find_cache, tick
+from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.exchange import Exchange
-from mlx_mesh.node.engine.hooks import Original
-from mlx_mesh.node.engine.trace import (
-    TAIL,
+from mlx_mesh.node.engine.ghosts import (
     Attributes,
     Entries,
     Form,
     Items,
     LayerCall,
     Made,
-    ModelTrace,
     Ref,
-    find_cache,
     ghost_answer,
     made_arrays,
     stand_in,
-    tick,
 )
+from mlx_mesh.node.engine.hooks import Original
+from mlx_mesh.node.engine.trace import ModelTrace
 
 _SETTLE_EVERY = 16  # forwards between two evaluations of the ghosts' caches
 _CHECK_SHAPES = ((1, 3), (2, 5), (1, 8))  # (batch, length): three different shapes in a row over each cut

@@ -17,11 +17,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mesh.node.engine import tree
+from mlx_mesh.node.engine.caches import cache_ids
 from mlx_mesh.node.engine.hooks import Original, hook_model, unhook_model
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.rules import Proposal, Unit, dims_of, is_linear, propose
 from mlx_mesh.node.engine.tensor import divide_layer
-from mlx_mesh.node.engine.trace import ModelTrace, cache_ids
+from mlx_mesh.node.engine.trace import ModelTrace
 
 _NARROW = 32  # hidden size of the copies
 _TOLERANCE = 1e-3  # relative; a wrong rule is off by far more, float32 rounding by far less

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.types import Placement, Sharding
+from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.exchange import Exchange
 from mlx_mesh.node.engine.hooks import Original, hook_model
 from mlx_mesh.node.engine.loader import LazyModel, RangeReader, open_lazy
@@ -24,7 +25,7 @@ from mlx_mesh.node.engine.pipeline import (
 from mlx_mesh.node.engine.probe import divisible_units, why_undivided
 from mlx_mesh.node.engine.rules import Proposal, Unit
 from mlx_mesh.node.engine.tensor import divide_layer
-from mlx_mesh.node.engine.trace import TAIL, ModelTrace, TraceError, trace_model
+from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
 
 OnProgress = Callable[[int, int], None]
 OnLayer = Callable[[int], None]

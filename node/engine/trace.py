@@ -10,125 +10,37 @@ No weight is read and nothing here knows a model by name.
 
 from __future__ import annotations
 
-import copy
-import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mesh.node.engine import tree
+from mlx_mesh.node.engine.caches import CachePart, cache_ids, cache_parts, can_tick
+from mlx_mesh.node.engine.dependencies import TAIL, find_dependencies
+from mlx_mesh.node.engine.ghosts import (
+    ArrayShape,
+    Attributes,
+    Const,
+    Dim,
+    Entries,
+    Form,
+    Items,
+    LayerCall,
+    Made,
+    Pass,
+    Ref,
+)
 from mlx_mesh.node.engine.hooks import Original, hook_model, unhook_model
 from mlx_mesh.node.engine.tree import Path
 
 _RUNS = ((1, 3, 0), (2, 5, 0), (1, 3, 4))  # (batch, length, tokens already in the cache)
 
-Ref = tuple[int, int]
-"""An array that a layer call made: (position of the call in the forward, number among its outputs)."""
-
-TAIL = -1
-"""Stands for the model's own output in the dependency tables."""
-
 
 class TraceError(Exception):
     """This model cannot be traced; the message says what it does that the trace does not understand."""
-
-
-# ------------------------------------------------------------ the form of a layer's answer
-
-
-@dataclass(frozen=True, slots=True)
-class Const:
-    """A value that is no array."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """The very object that came in at this path of the arguments."""
-
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """An array that a layer computed, this one or an earlier one."""
-
-    ref: Ref
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    kind: type
-    items: tuple[Form, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    items: tuple[tuple[Any, Form], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Attributes:
-    prototype: Any
-    attributes: tuple[tuple[str, Form], ...]
-
-
-Form = Const | Pass | Made | Items | Entries | Attributes
-
-
-@dataclass(frozen=True, slots=True)
-class Dim:
-    """One dimension as factor x (batch if per_batch) x (length if per_length)."""
-
-    factor: int
-    per_batch: bool = False
-    per_length: bool = False
-
-    def size(self, batch: int, length: int) -> int:
-        return self.factor * (batch if self.per_batch else 1) * (length if self.per_length else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayShape:
-    """The shape of a layer's output array. `grows`: with the tokens in the cache, so it can never cross."""
-
-    dims: tuple[Dim, ...]
-    dtype: Any
-    grows: bool
-
-    def shape(self, batch: int, length: int) -> tuple[int, ...]:
-        return tuple(dim.size(batch, length) for dim in self.dims)
-
-    def nbytes(self, batch: int, length: int) -> int:
-        size: int = self.dtype.size
-        for dim in self.dims:
-            size *= dim.size(batch, length)
-        return size
-
-
-@dataclass(frozen=True, slots=True)
-class CachePart:
-    """A cache object that a call got: where it is in the arguments, and which part of a list of caches."""
-
-    path: Path
-    parts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCall:
-    """One call of a layer. `changed` are mutable arguments the layer stores arrays into; `ticks` the caches
-    it advances; `caches` numbers all cache objects it gets, in the order in which the forward meets them."""
-
-    layer: int
-    answer: Form
-    changed: tuple[tuple[Path, Form], ...]
-    ticks: tuple[CachePart, ...]
-    caches: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,105 +115,6 @@ class ModelTrace:
         return ""
 
 
-# ------------------------------------------------------------ ghosts: layers that only keep up appearances
-
-
-def stand_in(shape: ArrayShape, batch: int, length: int) -> Any:
-    """Zeros of the right shape; a new object each time, because models change arrays in place."""
-    return mx.zeros(shape.shape(batch, length), dtype=shape.dtype)
-
-
-def ghost_answer(
-    call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any], value_of: Callable[[Ref], Any]
-) -> Any:
-    """Answer a layer call without the layer: the traced form filled with `value_of` each made array, and
-    the same changes to mutable arguments that the layer would make."""
-
-    def build(form: Form) -> Any:
-        if isinstance(form, Const):
-            return form.value
-        if isinstance(form, Pass):
-            return tree.get(args, kwargs, form.path)
-        if isinstance(form, Made):
-            return value_of(form.ref)
-        if isinstance(form, Items):
-            items = [build(item) for item in form.items]
-            return form.kind(*items) if hasattr(form.kind, "_fields") else form.kind(items)
-        if isinstance(form, Entries):
-            return {key: build(item) for key, item in form.items}
-        made = copy.copy(form.prototype)
-        for name, item in form.attributes:
-            setattr(made, name, build(item))
-        return made
-
-    changes = [(path, build(form)) for path, form in call.changed]
-    for path, value in changes:
-        tree.assign(args, kwargs, path, value)
-    return build(call.answer)
-
-
-def made_arrays(
-    call: LayerCall, answer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Ref, Any]]:
-    """The (ref, array) pairs that a real call of the layer just made."""
-
-    def take(form: Form, value: Any) -> Iterator[tuple[Ref, Any]]:
-        if isinstance(form, Made):
-            yield form.ref, value
-        elif isinstance(form, Items):
-            for item, part in zip(form.items, value, strict=True):
-                yield from take(item, part)
-        elif isinstance(form, Entries):
-            for key, item in form.items:
-                yield from take(item, value[key])
-        elif isinstance(form, Attributes):
-            for name, item in form.attributes:
-                yield from take(item, getattr(value, name))
-
-    for path, form in call.changed:
-        yield from take(form, tree.get(args, kwargs, path))
-    yield from take(call.answer, answer)
-
-
-def cache_parts(cache: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """(part numbers, cache) of a cache, or of each member when it is a list of caches."""
-    members = getattr(cache, "caches", None)
-    if isinstance(members, (list, tuple)):
-        for i, member in enumerate(members):
-            for parts, leaf in cache_parts(member):
-                yield (i, *parts), leaf
-    else:
-        yield (), cache
-
-
-def tick(cache: Any, batch: int, length: int) -> None:
-    """Advance a ghost's cache by `length` tokens. It holds one number instead of keys and values, so that
-    every offset, mask, rotation, trim, merge and filter stays what the real layer's cache would say. None,
-    in a forward without caches, stays None."""
-    if cache is None:
-        return
-    if hasattr(cache, "update_and_fetch"):
-        token = mx.zeros((batch, 1, length, 1), dtype=mx.float16)
-        cache.update_and_fetch(token, token)
-        # All zero whatever was written: forget how they came about, or the graph would grow each step.
-        cache.keys = mx.zeros(cache.keys.shape, dtype=mx.float16)
-        cache.values = mx.zeros(cache.values.shape, dtype=mx.float16)
-    else:
-        for i, state in enumerate(cache.cache):
-            if state is None:
-                cache[i] = mx.zeros((batch, 1), dtype=mx.float16)
-        cache.advance(length)
-
-
-def _can_tick(cache: Any) -> bool:
-    if hasattr(cache, "update_and_fetch"):
-        return hasattr(cache, "keys") and hasattr(cache, "values")
-    return isinstance(getattr(cache, "cache", None), list) and hasattr(cache, "advance")
-
-
-# ------------------------------------------------------------ watching forwards
-
-
 def trace_model(model: Any) -> ModelTrace:
     """Trace a lazily built model. Raises TraceError when it does something that no ghost can imitate."""
     layers = list(model.layers)
@@ -312,14 +125,14 @@ def trace_model(model: Any) -> ModelTrace:
         if not first.calls:
             raise TraceError("the model never calls its layers as a whole")
         shapes = _compare(first, second, third)
-        needs, parameters, reads = _dependencies(model, layers, third.calls, shapes)
+        found = find_dependencies(model, layers, third.calls, shapes)
         return ModelTrace(
             num_layers=len(layers),
             calls=tuple(third.calls),
             shapes=shapes,
-            needs=needs,
-            parameters=parameters,
-            reads=reads,
+            needs=found.needs,
+            parameters=found.parameters,
+            reads=found.reads,
             caches=_cache_sizes(third, len(layers)),
             logits_shape=third.logits_shape,
         )
@@ -404,7 +217,7 @@ class _Watcher:
         ticks = []
         for part, (cache, state) in caches.items():
             if _changed(state, _state(cache)):
-                if not _can_tick(cache):
+                if not can_tick(cache):
                     raise TraceError(f"layer {index} keeps its state in a {type(cache).__name__}")
                 ticks.append(part)
         self.calls.append(LayerCall(index, answer, tuple(changed), tuple(ticks), frozenset(used)))
@@ -451,17 +264,6 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> bool:
         return a is b or (isinstance(a, (int, float, str)) and isinstance(b, (int, float, str)) and a == b)
 
     return before.keys() != after.keys() or not all(same(before[name], after[name]) for name in before)
-
-
-def cache_ids(caches: Iterable[Any]) -> set[int]:
-    """Ids of the caches and of the members of lists of caches."""
-    ids: set[int] = set()
-    for cache in caches:
-        ids.add(id(cache))
-        members = getattr(cache, "caches", None)
-        if isinstance(members, (list, tuple)):
-            ids |= cache_ids(members)
-    return ids
 
 
 def _watch(model: Any, layers: list[Any], batch: int, length: int, history: int) -> _Watcher:
@@ -530,133 +332,3 @@ def _cache_sizes(watcher: _Watcher, num_layers: int) -> tuple[CacheSize, ...]:
     return tuple(
         CacheSize(token, fixed, 0 if unbounded else window) for token, fixed, window, unbounded in sizes
     )
-
-
-# ------------------------------------------------------------ dependencies between calls
-
-
-@dataclass(slots=True, eq=False)
-class _Placeholders:
-    """Replaces every layer by fresh placeholders and keeps what the model then feeds to each call."""
-
-    calls: list[LayerCall]
-    shapes: dict[Ref, ArrayShape]
-    opaque: set[int]
-    batch: int
-    length: int
-    position: int = 0
-    sources: dict[Ref, Any] = field(default_factory=dict)
-    handed: dict[Ref, Any] = field(default_factory=dict)
-    contents: list[tuple[int, Any]] = field(default_factory=list)  # (layer, array in its cache)
-    inputs: dict[int, list[Any]] = field(default_factory=dict)
-
-    def value_of(self, ref: Ref) -> Any:
-        if ref not in self.handed:
-            # The model gets a copy: it may change its array in place, and the named source must stay.
-            self.sources[ref] = stand_in(self.shapes[ref], self.batch, self.length)
-            self.handed[ref] = mx.stop_gradient(self.sources[ref])
-        return self.handed[ref]
-
-    def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = original(*args, **kwargs)
-        leaves = [leaf for _, leaf in tree.walk(out, self.opaque) if isinstance(leaf, mx.array)]
-        self.inputs[TAIL] = [mx.stop_gradient(leaf) for leaf in leaves]
-        return out
-
-    def call_layer(
-        self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        call = self.calls[self.position]
-        if call.layer != index:
-            raise TraceError("the order of layers depends on values")
-        leaves = [leaf for _, leaf in tree.walk_call(args, kwargs, self.opaque) if isinstance(leaf, mx.array)]
-        self.inputs[self.position] = [mx.stop_gradient(leaf) for leaf in leaves]
-        self.position += 1
-        for part in call.ticks:
-            cache = find_cache(args, kwargs, part)
-            tick(cache, self.batch, self.length)
-            self.contents += [(index, array) for array in _contents(cache)]
-        return ghost_answer(call, args, kwargs, self.value_of)
-
-
-def _contents(cache: Any) -> list[Any]:
-    states = (cache.keys, cache.values) if hasattr(cache, "update_and_fetch") else cache.cache
-    return [state for state in states if isinstance(state, mx.array)]
-
-
-def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any], part: CachePart) -> Any:
-    """The cache object of this call; None in a forward without caches."""
-    cache = tree.get(args, kwargs, part.path)
-    if cache is None:
-        return None
-    for number in part.parts:
-        cache = cache.caches[number]
-    return cache
-
-
-def _dependencies(
-    model: Any, layers: list[Any], calls: list[LayerCall], shapes: dict[Ref, ArrayShape]
-) -> tuple[dict[int, frozenset[Ref]], dict[int, frozenset[str]], dict[int, frozenset[int]]]:
-    batch, length, _ = _RUNS[0]
-    caches = make_prompt_cache(model)
-    runtime = _Placeholders(calls, shapes, cache_ids(caches), batch, length)
-    hook_model(model, layers, runtime)
-    try:
-        model(mx.zeros((batch, length), dtype=mx.uint32), cache=caches)
-    finally:
-        unhook_model(model, layers)
-
-    inside = {id(array) for layer in layers for _, array in tree_flatten(layer.parameters())}
-    names: dict[str, Any] = {}
-    refs: dict[str, Ref] = {}
-    paths: dict[str, str] = {}
-    owners: dict[str, int] = {}
-    for ref, source in runtime.sources.items():
-        names[name := f"ref{len(names)}"] = source
-        refs[name] = ref
-    for layer, source in runtime.contents:
-        names[name := f"kv{len(names)}"] = source
-        owners[name] = layer
-    seen: set[int] = set()
-    for path, array in tree_flatten(model.parameters()):
-        if id(array) not in inside and id(array) not in seen:
-            seen.add(id(array))
-            names[name := f"par{len(names)}"] = array
-            paths[name] = path
-    outputs: list[Any] = []
-    consumers: dict[str, int] = {}
-    for position, arrays in runtime.inputs.items():
-        for array in arrays:
-            names[name := f"out{len(names)}"] = array
-            consumers[name] = position
-            outputs.append(array)
-    sources = _reachable(outputs, names, set(consumers))
-    reached: dict[int, set[str]] = {position: set() for position in runtime.inputs}
-    for name, position in consumers.items():
-        reached[position] |= sources[name]
-    return (
-        {position: frozenset(refs[x] for x in found if x in refs) for position, found in reached.items()},
-        {position: frozenset(paths[x] for x in found if x in paths) for position, found in reached.items()},
-        {position: frozenset(owners[x] for x in found if x in owners) for position, found in reached.items()},
-    )
-
-
-def _reachable(outputs: list[Any], names: dict[str, Any], sinks: set[str]) -> dict[str, set[str]]:
-    """For each sink everything it is computed from, by name. mlx tells its graph only as DOT text."""
-    text = io.StringIO()
-    mx.export_to_dot(text, *outputs, **names)
-    inputs_of: dict[str, list[str]] = {}
-    for line in text.getvalue().splitlines():
-        left, arrow, right = line.partition(" -> ")
-        if arrow:
-            inputs_of.setdefault(right.strip().strip('"'), []).append(left.strip().strip('"'))
-    found: dict[str, set[str]] = {}
-    for sink in sinks:
-        seen, stack = {sink}, [sink]
-        while stack:
-            for source in inputs_of.get(stack.pop(), ()):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        found[sink] = seen
-    return found
