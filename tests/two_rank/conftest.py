@@ -165,20 +165,16 @@ class Answer:
 
 
 def engine_config(**changes: Any) -> EngineConfig:
-    return EngineConfig(
-        **(
-            {
-                "epoch": 1,
-                "rank": 0,
-                "world_size": 1,
-                "host": "localhost",
-                "secret": secrets.token_hex(32),
-                "plan_address": "127.0.0.1",
-                "heartbeat_interval_s": 0.2,
-            }
-            | changes
-        )
-    )
+    fields: dict[str, Any] = {
+        "epoch": 1,
+        "rank": 0,
+        "world_size": 1,
+        "host": "localhost",
+        "secret": secrets.token_hex(32),
+        "plan_address": "127.0.0.1",
+        "heartbeat_interval_s": 0.2,
+    }
+    return EngineConfig(**(fields | changes))
 
 
 class EngineMesh:

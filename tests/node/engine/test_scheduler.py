@@ -24,7 +24,8 @@ def scheduler(max_sequences: int = 2, context_length: int = 100) -> Scheduler:
 
 
 def request(request_id: str, **other: Any) -> GenerateRequest:
-    return GenerateRequest(**({"id": request_id, "prompt_ids": (1, 2, 3), "max_tokens": 5} | other))
+    fields: dict[str, Any] = {"id": request_id, "prompt_ids": (1, 2, 3), "max_tokens": 5}
+    return GenerateRequest(**(fields | other))
 
 
 def admitted(plan: StepPlan) -> list[str]:
