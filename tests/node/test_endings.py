@@ -122,7 +122,8 @@ async def test_a_frozen_leader_ends_the_follower_after_its_timeouts(run_mesh: An
         async with two_hosts(mesh) as (leader, follower, _):
             engines = follower.children()
             leader.process.send_signal(signal.SIGSTOP)
-            await gone(engines)
+            async with asyncio.timeout(mesh.deadlines.rejoin_timeout_s - 0.5):
+                await gone(engines)
             assert follower.process.returncode is None  # it looks for the leader a while longer
             assert await follower.ended() == ExitCode.FAILED
 
