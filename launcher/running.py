@@ -110,6 +110,7 @@ def take_down(folder: StateFolder) -> tuple[list[str], list[str]]:
     problems = _end_agents(state, done)
     if not problems:
         folder.clear()
+        done.append(f"Mesh {state.name} is down.")
     return done, problems
 
 
