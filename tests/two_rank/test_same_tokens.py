@@ -128,6 +128,20 @@ def test_late_arrivals_cancels_stops_and_resumed_requests_disturb_nobody(
         assert mesh.stop() == [0] * len(stages)
 
 
+def test_the_collective_form_of_the_exchange_gives_the_same_tokens(
+    bench: Any, tiny_llama: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    """What nccl and jaccl use, here over the ring."""
+    swap = "import mlx_mesh.node.engine.group as group; group.RingExchange = group.CollectiveExchange"
+    for name in ("pipeline 2", "tensor 2"):
+        sharding, stages = SPLITS[name]
+        with bench.mesh(2, codes=[swap] * 2) as mesh:
+            mesh.connect()
+            mesh.load(tiny_llama, bench.split(sharding, NUM_LAYERS, stages), prefill_step_size=16)
+            assert answers(mesh, requests("r", 0.0)[:4]) == expected["greedy"][:4]
+            assert mesh.stop() == [0, 0]
+
+
 def test_logprobs_cross_no_cut_and_are_the_same(bench: Any, tiny_llama: Path) -> None:
     seen = []
     for name in ("none", "pipeline 2", "tensor 2"):
