@@ -1,0 +1,75 @@
+"""The real model gives the same tokens at every world size and split, through the official client."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NUM_TOKENS = 64
+LONG = "Write a long story about a lighthouse keeper and the sea."
+BATCH = [  # four greedy, four sampled, together
+    (LONG, 0.0),
+    ("Explain how a bicycle works, in detail.", 0.0),
+    ("Describe the seasons of the year.", 0.0),
+    ("Tell me about the planets, one by one.", 0.0),
+    (LONG, 0.8),
+    ("Write a poem about rain and mountains.", 1.0),
+    ("List many kinds of trees with a sentence each.", 0.7),
+    ("Explain photosynthesis to a child, at length.", 1.0),
+]
+SPLITS = {
+    "world size 1": ("serve",),
+    "tensor 2": ("up", "--sim", "2", "--sharding", "tensor"),
+    "pipeline 2": ("up", "--sim", "2", "--sharding", "pipeline"),
+    "pipeline 3, uneven": ("up",),
+}
+Tokens = list[list[int] | None]
+
+
+def stream(mesh: Any, prompt: str, temperature: float) -> tuple[Tokens, int]:
+    """The bytes of each streamed token, and the completion's length by usage."""
+    tokens: Tokens = []
+    length = 0
+    chunks: Any = mesh.client().chat.completions.create(
+        model=mesh.client().models.list().data[0].id,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=temperature,
+        seed=7,
+        top_p=0.95,
+        max_tokens=NUM_TOKENS,
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in chunks:
+        length = chunk.usage.completion_tokens if chunk.usage else length
+        for choice in chunk.choices:
+            if choice.logprobs and choice.logprobs.content:
+                tokens += [entry.bytes for entry in choice.logprobs.content]
+    return tokens, length
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(900)
+def test_64_tokens_are_the_same_at_every_world_size_and_split(
+    smollm2: Path, start_mesh: Any, tmp_path: Path
+) -> None:
+    uneven = tmp_path / "uneven.yaml"
+    uneven.write_text("hosts:\n  - {name: here, local: true, slots: 3, layers: [13, 9, 8]}\n")
+    alone: dict[str, Tokens] = {}
+    batches: dict[str, list[Tokens]] = {}
+    for split, arguments in SPLITS.items():
+        extra = (str(uneven),) if "uneven" in split else ()
+        with start_mesh(*arguments, *extra, "--model", str(smollm2)) as mesh:
+            alone[split], length = stream(mesh, LONG, 0.0)
+            assert length == NUM_TOKENS == len(alone[split])
+            with ThreadPoolExecutor(len(BATCH)) as pool:
+                batches[split] = [tokens for tokens, _ in pool.map(lambda ask: stream(mesh, *ask), BATCH)]
+            assert mesh.stop() == 0
+    for split in SPLITS:
+        assert alone[split] == alone["world size 1"], split
+        assert batches[split] == batches["world size 1"], split
+        assert batches[split][0] == alone["world size 1"], split
