@@ -120,6 +120,7 @@ def run(engine: Engine) -> None:
 def shutdown(engine: Engine) -> None:
     """Stop what `startup` started; the commands thread ends with the process."""
     engine.heartbeats.stop()
+    engine.commands.let_agent_leave()
     engine.reporter.phase = Phase.STOPPED
     engine.reporter.send(engine.reporter.heartbeat())
 

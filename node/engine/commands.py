@@ -22,10 +22,15 @@ class Commands:
     def __init__(self, pipe: BlockingPipe[EngineCommand]) -> None:
         self._pipe = pipe
         self._queue: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
+        self._agent_may_leave = False
         self._thread = threading.Thread(target=self._read, name="commands", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def let_agent_leave(self) -> None:
+        """From now on end of file is no reason to end: the process does so by itself."""
+        self._agent_may_leave = True
 
     def next(self) -> EngineCommand:
         """The next command, waiting without limit: the agent sets the pace, and its end ends us."""
@@ -56,5 +61,7 @@ class Commands:
         except ProtocolError as error:
             print(f"engine: {error}", file=sys.stderr, flush=True)
             os._exit(EXIT_STATUS["internal"])
+        if self._agent_may_leave:
+            return
         # The main thread may be inside MLX, which no Python exception reaches.
         os._exit(EXIT_AGENT_GONE)

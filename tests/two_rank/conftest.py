@@ -43,6 +43,7 @@ R = TypeVar("R")
 
 OPENBLAS = Path("/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0")
 DEADLINE_S = 60.0  # for everything that a test waits for; a healthy wait takes far less
+_patience = {"deadline_s": DEADLINE_S}
 
 
 class EngineProcess:
@@ -91,7 +92,7 @@ class EngineProcess:
 
     def wait_for(self, find: Callable[[Sequence[EngineReport]], R | None], what: str) -> R:
         """What `find` finds in the reports so far, waiting for it."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + _patience["deadline_s"]
         with self._changed:
             while (found := find(self.reports)) is None:
                 left = end - time.monotonic()
@@ -340,7 +341,12 @@ class Bench:
     greedy: Callable[..., GenerateRequest] = greedy
     free_ports: Callable[[int], list[int]] = free_ports
 
+    def be_patient(self, deadline_s: float) -> None:
+        """For this test every wait may take longer."""
+        _patience["deadline_s"] = deadline_s
+
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     yield Bench()
+    _patience["deadline_s"] = DEADLINE_S
