@@ -17,8 +17,8 @@ EXIT_STATUS: dict[FailureKind, int] = {
     "bind": 6,
     "version": 7,
 }
-"""Exit status of an engine by the kind of its EngineFailed report; 0 = it left by the stop plan. 1 also when the
-watchdog over `mx.distributed.init` ended it, which can report nothing."""
+"""Exit status of an engine by the kind of its EngineFailed report; 0 = it left by the stop plan. 1 also when
+the watchdog over `mx.distributed.init` ended it, which can report nothing."""
 
 EXIT_AGENT_GONE = 9
 """The agent closed its end of the pipe, so nobody is left to report to."""
