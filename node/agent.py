@@ -43,6 +43,7 @@ from mlx_mesh.node.engines import Engines
 from mlx_mesh.node.ports import reserve_data_ports
 
 TICK_S = 0.25
+_UNKILLABLE_S = 5.0
 _PROBE_S = 2.0
 """How long a plain TCP connection to a coordinator whose link broke may take."""
 
@@ -121,9 +122,22 @@ class Agent:
             leaving = Leaving(reason=self._end.reason if self._end else "it was stopped")
             if not self._is_sent_away:
                 self._channel.send(leaving)  # the cause before its effects
-            await self._engines.stop(gently=False, stop_s=0.0)
+            await self._end_engines()
             if self._is_sent_away:
                 self._channel.send(leaving)  # the coordinator waits for this: nothing is left here
+
+    async def _end_engines(self) -> None:
+        """KILL is enough for all but a process stuck in a driver; that one is left to the run file."""
+        limit_s = self._deadlines.stop_s + _UNKILLABLE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._engines.stop(gently=False, stop_s=0.0)
+        except TimeoutError:
+            ranks = ", ".join(map(str, self._engines.ranks))
+            self._note(
+                f"the engine of rank {ranks} is still there {limit_s:g} s after SIGKILL, stuck in the "
+                "system; the next start on this host looks for it"
+            )
 
     def stop(self, reason: str) -> None:
         """End soon, on purpose."""
@@ -259,8 +273,8 @@ class Agent:
         if self._link_is_up:
             return f"{start} (join_s): it answers, but did not say welcome."
         return (
-            f"{start} (join_s): nothing answers there. Start rank 0 on that host, and check the address, "
-            "the port and any firewall between the hosts."
+            f"{start} (join_s): nothing answers there. Start the agent that serves on that host, and check "
+            "the address, the port and any firewall between the hosts."
         )
 
     # ------------------------------------------------------------ heartbeats and orders

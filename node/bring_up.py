@@ -27,7 +27,7 @@ from mlx_mesh.mesh.types import Backend, Phase, Placement, Versions
 from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
 
 _REPORT_S = 1.0
-"""What a rank's own report of a missed deadline may take: its words are better than ours."""
+"""How much later than a limit we judge: the words of a rank that missed it by itself are better than ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ async def _connect(control: Control, plan: EpochPlan) -> None:
         lambda record: Phase.CONNECTED in record.reached,
         "not in the data group",
         "connect_s",
-        control.deadlines.connect_s + _REPORT_S,
+        control.deadlines.connect_s,
         Phase.CONNECTING,
     )
     endpoint = control.roster.ranks[0].reached[Phase.CONNECTED].plan_endpoint
@@ -255,7 +255,7 @@ async def _barrier(
             retryable=phase is Phase.CONNECTING or not plan.is_first,
         )
 
-    await control.wait(lambda: not missing(), control.timer(limit_s), late)
+    await control.wait(lambda: not missing(), control.timer(limit_s + _REPORT_S), late)
 
 
 def _host_verdict(seat: Seat, evidence: str) -> Verdict:

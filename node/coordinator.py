@@ -312,7 +312,7 @@ class Coordinator:
         else:
             limit_s, name = self.deadlines.join_s, "join_s"
         if missing := self.roster.missing():
-            self._desk.pause(f"waiting for {_names(missing)}")
+            self._desk.pause(f"waiting for {self._names(missing)}")
         await self.wait(
             lambda: not self.roster.missing(),
             self.timer(limit_s),
@@ -322,7 +322,7 @@ class Coordinator:
 
     def _who_is_missing(self, limit_s: float, limit_name: str) -> str:
         missing = self.roster.missing()
-        text = f"{_names(missing)} did not join within {limit_s:g} s ({limit_name})."
+        text = f"{self._names(missing)} did not join within {limit_s:g} s ({limit_name})."
         for seat in missing:
             if seat.member is not None:
                 text += f" Host {seat.host} was here before: {seat.member.lost}."
@@ -356,6 +356,20 @@ class Coordinator:
                 "the hosts have different models (config.json, index, names and sizes of weight files):\n"
                 f"{table(rows)}\nCopy the same model folder to all hosts."
             )
+
+    def _names(self, seats: list[Seat]) -> str:
+        """ "rank 1 (host mac2), rank 2 (host mac3)"; with the user's number where it is another one."""
+        parts = []
+        for seat in seats:
+            about = []
+            if seat.plan.name or seat.member is not None:
+                about.append(f"host {seat.host}")
+            if self.mesh.server_rank:
+                user_ranks = ((r + self.mesh.server_rank) % self.roster.world_size for r in seat.ranks)
+                about.append("RANK=" + ",".join(map(str, user_ranks)))
+            ranks = ", ".join(map(str, seat.ranks))
+            parts.append(f"rank {ranks} ({', '.join(about)})" if about else f"rank {ranks}")
+        return ", ".join(parts)
 
     async def _inspect(self, model: Path) -> None:
         self._footprint = await inspect_model(self._programs.inspect, model, self.deadlines.spawn_s)
@@ -507,10 +521,13 @@ class Coordinator:
             self.send(member, StopEpoch(epoch=self._epoch, gently=gently, reason=reason))
         limit_s = self.deadlines.stop_s + _SLACK_S
         await self._settle(
-            lambda: all(m.lost or m.stopped_epoch >= self._epoch for _, m in stopping), limit_s
+            lambda: all(
+                m.lost or seat.member is not m or m.stopped_epoch >= self._epoch for seat, m in stopping
+            ),
+            limit_s,
         )
-        for _, member in stopping:
-            if not member.lost and member.stopped_epoch < self._epoch:
+        for seat, member in stopping:
+            if not member.lost and seat.member is member and member.stopped_epoch < self._epoch:
                 member.lost = f"its agent did not end its engines within {limit_s:g} s"
 
     def _all_exited(self) -> bool:
@@ -743,13 +760,3 @@ class Coordinator:
 
 def _no_verdict() -> Verdict:
     raise AssertionError("a wait without a limit is never late")
-
-
-def _names(seats: list[Seat]) -> str:
-    """ "rank 1 (host mac2), rank 2 (host mac3)"."""
-    parts = []
-    for seat in seats:
-        ranks = ", ".join(map(str, seat.ranks))
-        known = seat.plan.name or seat.member is not None
-        parts.append(f"rank {ranks}" + (f" (host {seat.host})" if known else ""))
-    return ", ".join(parts)

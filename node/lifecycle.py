@@ -237,7 +237,9 @@ class AgentProcess:
 async def serve_agent(process: AgentProcess, *, stdin_fd: int | None) -> ExitCode:
     """Run an agent that also ends by signals and, unless `stdin_fd` is None, by the end of its input."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            continue  # nohup
         loop.add_signal_handler(number, _on_signal, process, number.name)
     if stdin_fd is not None:
         threading.Thread(

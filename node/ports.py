@@ -44,13 +44,14 @@ def bind_http(host: str, port: int) -> socket.socket:
     Raises PreflightError that names the holder of a taken port.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise PreflightError(
             f"the HTTP endpoint cannot listen on {host}:{port}: the name does not resolve ({error.strerror})."
         ) from error
+    # "localhost" is both: clients try 127.0.0.1 when they are told a number.
+    found.sort(key=lambda entry: entry[0] is not socket.AF_INET)
+    family, kind, protocol, _, address = found[0]
     if port and _answers(family, address):
         taken = OSError(errno.EADDRINUSE, "in use")
         raise PreflightError(explain_bind_error("the HTTP endpoint", host, port, taken))

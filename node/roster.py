@@ -51,7 +51,10 @@ class RankRecord:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LINES))
 
     def take(self, report: EngineReport, now: float) -> None:
-        """Note what the engine reported."""
+        """Note what the engine reported. Any report is a sign of life: after mx.distributed.init, which
+        holds the interpreter's lock for as long as it waits, the first one is no heartbeat."""
+        if self.beat_at is not None:
+            self.beat_at, self.agent_beats_since = now, 0
         match report:
             case EngineHello():
                 self.hello = report

@@ -89,8 +89,9 @@ class RunFile:
         self._write()
 
     def release(self) -> None:
-        """Remove the file: nothing of this agent is left."""
-        self.path.unlink(missing_ok=True)
+        """Remove the file, unless an engine could not be ended: the next start must find it."""
+        if not self._record.engines:
+            self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")

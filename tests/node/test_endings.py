@@ -190,3 +190,18 @@ async def test_an_agent_that_comes_and_goes_leaves_no_descriptor_open(run_mesh: 
         await mesh.up()
         await mesh.close()
         assert num_descriptors() <= before + 1
+
+
+async def test_a_host_that_was_frozen_for_too_long_joins_again_when_it_wakes(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.deadlines = msgspec.structs.replace(
+            mesh.deadlines, heartbeat_timeout_s=1.0, rejoin_timeout_s=20.0
+        )
+        async with two_hosts(mesh) as (leader, follower, _):
+            old_engines = follower.children()
+            follower.process.send_signal(signal.SIGSTOP)
+            ended = await leader.wait_for(EpochEnded)
+            assert "host mac2" in ended.cause and "heartbeat_timeout_s" in ended.cause
+            follower.process.send_signal(signal.SIGCONT)
+            assert (await leader.wait_for(MeshReady)).epoch == 2
+            assert not any(is_alive(engine) for engine in old_engines)
