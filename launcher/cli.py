@@ -30,7 +30,7 @@ from mlx_mesh.launcher.status import status_lines
 from mlx_mesh.launcher.text import harmless
 from mlx_mesh.launcher.up import dry_run, up
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, MeshError, PreflightError, SettingsError
-from mlx_mesh.mesh.hostfile import MPI_REASON
+from mlx_mesh.mesh.hostfile_words import MPI_REASON
 from mlx_mesh.mesh.types import Backend, Sharding
 
 Arguments = argparse.Namespace

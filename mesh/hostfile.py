@@ -6,7 +6,6 @@ Nothing is opened or resolved here. Every error is a `HostfileError` whose lines
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -20,14 +19,11 @@ from mlx_mesh.mesh.hostfile_fields import (
     parse_memory,
     split_ssh_target,
 )
+from mlx_mesh.mesh.hostfile_words import in_words
 from mlx_mesh.mesh.types import Backend, Sharding
 from mlx_mesh.mesh.yaml_lines import Lines, Place, YamlError, load_json_with_lines, load_yaml_with_lines
 
 DEFAULT_PORT = 18000
-MPI_REASON = (
-    "backend mpi is not offered: ranks are started one by one and are no MPI job, so each would find a world "
-    "of one rank; use ring (any network), jaccl (RDMA over Thunderbolt) or nccl (CUDA)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +163,7 @@ def _validate(model: type[_M], data: Any, faults: _Faults) -> _M | None:
             where = tuple(part for part in item["loc"] if _is_place(part))
             if where not in told:  # each member of a union complains by itself
                 told.add(where)
-                faults.add(where, _in_words(model, item, where))
+                faults.add(where, in_words(model, item, where))
         return None
 
 
@@ -400,85 +396,6 @@ def _env_note(env: str) -> str:
     if name == "MLX_METAL_FAST_SYNCH":
         return f"{name} from `envs` is not set: MLX warns that it can deadlock and wedge the GPU"
     return f"{name} from `envs` is not set: engines get a clean environment"
-
-
-# ---------------------------------------------------------------- words
-
-
-def _in_words(model: type[pydantic.BaseModel], item: Any, where: Place) -> str:
-    """A pydantic fault as: what was seen; the fix."""
-    key = next((part for part in reversed(where) if isinstance(part, str)), "the file")
-    seen, kind = item["input"], item["type"]
-    context = item.get("ctx", {})
-    if kind == "extra_forbidden":
-        return f"unknown key `{where[-1]}`; {_nearest(model, where)}"
-    if kind == "missing":
-        return f"`{where[-1]}` is missing; add it"
-    if kind == "literal_error":
-        if key == "backend" and seen == "mpi":
-            return MPI_REASON
-        return f"`{key}: {_short(seen)}` is not known; use {str(context['expected']).replace(chr(39), '')}"
-    if kind in ("greater_than_equal", "less_than_equal"):
-        bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
-        return f"`{key}: {_short(seen)}` is out of range; it must be {bound}"
-    if kind in ("too_short", "string_too_short"):
-        return (
-            f"`{key}` is empty; give at least one" if kind == "too_short" else f"`{key}` is empty; fill it in"
-        )
-    if kind == "string_type":
-        if seen is None:
-            return f"`{key}` has no value; fill it in or remove it"
-        if isinstance(seen, bool | int | float):
-            return f"`{key}: {_short(seen)}` is read as {_kind(seen)}; put it in quotes"
-        return f"`{key}` must be text and is {_kind(seen)}; write one value"
-    wanted = {
-        "int_type": "a whole number",
-        "int_from_float": "a whole number",
-        "bool_type": "true or false",
-        "list_type": "a list, like [a, b]",
-        "model_type": "a mapping, like {key: value}",
-        "model_attributes_type": "a mapping, like {key: value}",
-        "dict_type": "a mapping, like {key: value}",
-    }.get(kind)
-    if wanted is None:
-        return f"`{key}: {_short(seen)}` cannot be used ({item['msg']}); correct it"
-    return f"`{key}: {_short(seen)}` is {_kind(seen)}; it must be {wanted}"
-
-
-def _nearest(model: type[pydantic.BaseModel], where: Place) -> str:
-    """The fix for an unknown key: the nearest one that is valid at its place, or all of them."""
-    current: type[pydantic.BaseModel] = model
-    for part in where[:-1]:
-        if isinstance(part, str):
-            current = _model_of(current, part)
-    valid = sorted(current.model_fields)
-    close = difflib.get_close_matches(str(where[-1]).lower(), valid, n=1, cutoff=0.5)
-    return f"did you mean `{close[0]}`?" if close else f"valid here: {', '.join(valid)}"
-
-
-def _model_of(model: type[pydantic.BaseModel], key: str) -> type[pydantic.BaseModel]:
-    annotation: Any = model.model_fields[key].annotation
-    inner = getattr(annotation, "__args__", (annotation,))[0]
-    return inner if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel) else model
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "empty"
-    names = {
-        bool: "true/false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "a mapping",
-    }
-    return names.get(type(value), type(value).__name__)
-
-
-def _short(value: Any) -> str:
-    text = "" if value is None else str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _stem(source: str) -> str:

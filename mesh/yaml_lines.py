@@ -119,6 +119,6 @@ class _Builder:
         if tag not in ("str", "int", "float", "bool", "null"):
             raise YamlError(f"YAML tag {node.tag} is not read; write a plain value", line)
         try:
-            return self._constructor.construct_object(node)  # type: ignore[no-untyped-call]
+            return self._constructor.construct_object(node)
         except (yaml.YAMLError, ValueError) as error:
             raise YamlError(f"{node.value!r} cannot be read ({error}); correct it", line) from error

@@ -262,7 +262,7 @@ def test_a_port_where_nobody_listens_fails_at_connect(start_sshd: StartSshd) -> 
 def test_a_server_that_speaks_no_ssh_fails_at_connect_within_its_deadline(
     start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_mesh.launcher.ssh.BANNER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("mlx_mesh.launcher.ssh_connect.BANNER_TIMEOUT_S", 0.5)
     sshd = start_sshd("a")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         sshd.add_host("box", port=silent.getsockname()[1])
