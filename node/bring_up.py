@@ -6,7 +6,7 @@ phase and limit; nothing here waits for a single rank without watching all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,8 @@ from mlx_mesh.mesh.messages import (
     StartEpoch,
     WarmUp,
 )
-from mlx_mesh.mesh.types import Backend, Phase, Placement, Versions
+from mlx_mesh.mesh.types import Backend, Phase, Placement
+from mlx_mesh.node.gathering import version_differences
 from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
 
 _REPORT_S = 1.0
@@ -272,28 +273,3 @@ def choose_backend(asked: Backend, world_size: int) -> Backend:
     if world_size == 1:
         return Backend.NONE
     return Backend.RING if asked in (Backend.AUTO, Backend.NONE) else asked
-
-
-def version_differences(versions: dict[str, Versions]) -> str:
-    """A table of what differs, '' when nothing does. Python's version may differ: nothing pickled crosses."""
-    columns = ("mlx_mesh", "mlx", "mlx_lm", "protocol")
-    different = [
-        name for name in columns if len({getattr(version, name) for version in versions.values()}) > 1
-    ]
-    if not different:
-        return ""
-    rows = [["", *different]]
-    rows += [
-        [who, *(str(getattr(version, name)) or "-" for name in different)]
-        for who, version in versions.items()
-    ]
-    return table(rows)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in aligned columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

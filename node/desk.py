@@ -49,8 +49,8 @@ class Desk:
         self._max_open = max_open
         self._request_s = request_s
         self._owed_since: float | None = None
-        self._is_draining = False
         self._was_ready = False
+        self.is_draining = False
         self.journal = Journal()
         self.readiness = Readiness(
             ready=False,
@@ -97,7 +97,7 @@ class Desk:
 
     def drain(self) -> None:
         """Take no new request; open ones go on."""
-        self._is_draining = True
+        self.is_draining = True
         self._send(Drain())
 
     def fail_all(self, code: str, message: str, retry_after_s: int = 0) -> int:
@@ -175,7 +175,7 @@ class Desk:
 
     def _refusal(self, request: GenerateRequest) -> tuple[str, str, int] | None:
         """Code, message and seconds to wait, for a request that cannot be taken."""
-        if self._is_draining:
+        if self.is_draining:
             return "draining", "The mesh is shutting down.", RETRY_AFTER_S
         if not self.is_ready and not self._was_ready:
             return "not_ready", f"The mesh is not ready: {self.readiness.reason}.", RETRY_AFTER_S

@@ -106,6 +106,18 @@ class RankRecord:
 
 
 @dataclass(slots=True)
+class EpochRecord:
+    """Where the mesh is in its life."""
+
+    number: int = 0  # 0 = none has begun
+    cause: str = "start"  # why it was begun
+    began_at: float = 0.0
+    is_open: bool = False  # its engines run, and whatever happens to them is judged
+    ready_at: float | None = None
+    has_completed_step: bool = False
+
+
+@dataclass(slots=True)
 class Member:
     """An agent that joined."""
 
@@ -151,6 +163,7 @@ class Roster:
             first += plan.slots
         self.world_size = first
         self.ranks = [RankRecord(rank=rank) for rank in range(first)]
+        self.epoch = EpochRecord()
         self.refusals: list[str] = []
 
     # ------------------------------------------------------------ members
@@ -210,8 +223,9 @@ class Roster:
 
     # ------------------------------------------------------------ an epoch
 
-    def begin_epoch(self, now: float) -> None:
-        """Forget what the ranks of the last epoch said."""
+    def begin_epoch(self, cause: str, now: float) -> None:
+        """The next one, open; what the ranks of the last one said is forgotten."""
+        self.epoch = EpochRecord(number=self.epoch.number + 1, cause=cause, began_at=now, is_open=True)
         self.ranks = [RankRecord(rank=rank, moved_at=now) for rank in range(self.world_size)]
         for _, member in self.members():
             member.broke_epoch = ""

@@ -128,6 +128,24 @@ async def test_a_frozen_leader_ends_the_follower_after_its_timeouts(run_mesh: An
             assert await follower.ended() == ExitCode.FAILED
 
 
+async def test_a_leader_that_slept_blames_nobody_when_it_wakes(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.deadlines = msgspec.structs.replace(
+            mesh.deadlines, engine_silence_s=1.0, heartbeat_timeout_s=20.0, rejoin_timeout_s=30.0
+        )
+        async with two_hosts(mesh) as (leader, follower, children):
+            url = msgspec.json.decode(leader.run_file.read_bytes(), type=RunRecord).url
+            leader.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(3.0)  # this long sleep is what the test is about
+            leader.process.send_signal(signal.SIGCONT)
+            line = await mesh.connect(url)
+            await line.ready()
+            line.submit("a", 150)  # longer than engine_silence_s
+            assert (await line.answer("a"))[1] == "length"
+            assert (await line.status()).epoch == 1
+            assert all(is_alive(child) for child in children) and follower.process.returncode is None
+
+
 async def test_sigterm_on_the_leader_stops_all_hosts_cleanly(run_mesh: Any) -> None:
     async with run_mesh() as mesh, two_hosts(mesh) as (leader, follower, children):
         leader.process.terminate()

@@ -1,0 +1,133 @@
+"""The hosts that joined, looked at together: who is missing, what differs, and what the model gets where.
+
+Decisions on the coordinator's books; nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_mesh.mesh.errors import PreflightError
+from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.placement import HostCapacity, PlacementRequest, plan_placement
+from mlx_mesh.mesh.topology import HostLink, plan_addresses
+from mlx_mesh.mesh.types import Placement, Versions
+from mlx_mesh.node.roster import Roster, Seat
+
+_NUM_REFUSALS = 3
+
+
+def seat_names(roster: Roster, seats: Sequence[Seat]) -> str:
+    """ "rank 1 (host mac2), rank 2 (host mac3)"; with the user's number where it is another one."""
+    parts = []
+    for seat in seats:
+        about = []
+        if seat.plan.name or seat.member is not None:
+            about.append(f"host {seat.host}")
+        if shift := roster.mesh.server_rank:
+            user_ranks = ((rank + shift) % roster.world_size for rank in seat.ranks)
+            about.append("RANK=" + ",".join(map(str, user_ranks)))
+        ranks = ", ".join(map(str, seat.ranks))
+        parts.append(f"rank {ranks} ({', '.join(about)})" if about else f"rank {ranks}")
+    return ", ".join(parts)
+
+
+def who_is_missing(
+    roster: Roster, limit_s: float, limit_name: str, endpoint: str, num_failed_handshakes: int
+) -> str:
+    """The message of a mesh whose agents did not all come."""
+    missing = roster.missing()
+    text = f"{seat_names(roster, missing)} did not join within {limit_s:g} s ({limit_name})."
+    for seat in missing:
+        if seat.member is not None:
+            text += f" Host {seat.host} was here before: {seat.member.lost}."
+    if roster.refusals:
+        text += " Refused were: " + " ".join(roster.refusals[-_NUM_REFUSALS:])
+    if num_failed_handshakes:
+        text += (
+            f" {num_failed_handshakes} connections failed the handshake: an agent with another secret, or a "
+            "program that is not of this mesh."
+        )
+    if endpoint:
+        text += (
+            f" Start the missing agents so that they reach the coordinator at {endpoint}, and check any "
+            "firewall between the hosts."
+        )
+    return text
+
+
+def compare_hosts(roster: Roster) -> None:
+    """Raises PreflightError with a table when the hosts differ in versions or model."""
+    facts = {seat.host: member.join.facts for seat, member in roster.members()}
+    errors = [f"  {host}: {fact.model_error}" for host, fact in facts.items() if fact.model_error]
+    if errors:
+        raise PreflightError("the model is not on every host:\n" + "\n".join(errors))
+    if differences := version_differences({host: fact.versions for host, fact in facts.items()}):
+        raise PreflightError(
+            f"the hosts have different versions:\n{differences}\nInstall the same ones on all hosts."
+        )
+    if len({fact.model_digest for fact in facts.values()}) > 1:
+        rows = [["", "model digest"], *([host, fact.model_digest[:16]] for host, fact in facts.items())]
+        raise PreflightError(
+            "the hosts have different models (config.json, index, names and sizes of weight files):\n"
+            f"{_table(rows)}\nCopy the same model folder to all hosts."
+        )
+
+
+def version_differences(versions: dict[str, Versions]) -> str:
+    """A table of what differs, '' when nothing does. Python's version may differ: nothing pickled crosses."""
+    columns = ("mlx_mesh", "mlx", "mlx_lm", "protocol")
+    different = [
+        name for name in columns if len({getattr(version, name) for version in versions.values()}) > 1
+    ]
+    if not different:
+        return ""
+    rows = [["", *different]]
+    rows += [
+        [who, *(str(getattr(version, name)) or "-" for name in different)]
+        for who, version in versions.items()
+    ]
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def place_model(roster: Roster, footprint: ModelFootprint) -> Placement:
+    """What each rank holds. Raises PlacementError."""
+    hosts = [
+        HostCapacity(
+            name=seat.host,
+            slots=seat.plan.slots,
+            usable_memory_bytes=member.join.facts.usable_memory_bytes,
+            layers=seat.plan.layers,
+            memory_limit_bytes=seat.plan.memory_limit_bytes,
+        )
+        for seat, member in roster.members()
+    ]
+    request = PlacementRequest(
+        sharding=roster.mesh.sharding,
+        context_tokens=roster.mesh.plan_context,
+        num_sequences=roster.mesh.plan_sequences,
+    )
+    return plan_placement(footprint, hosts, request)
+
+
+def plan_links(roster: Roster) -> dict[str, str]:
+    """Host -> IPv4 of its data links. Raises BringUpError."""
+    return plan_addresses(
+        [
+            HostLink(
+                host=seat.host,
+                planned=seat.plan.address,
+                joined=member.join.address,
+                addresses=member.join.facts.addresses,
+            )
+            for seat, member in roster.members()
+        ]
+    )
