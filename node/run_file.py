@@ -57,11 +57,11 @@ class RunFile:
     def claim(cls, folder: Path, mesh: str, host: str, run_id: str) -> tuple[RunFile, list[str]]:
         """Take the file, ending what a dead agent of the same mesh and host left behind; the second value
         says in words what was ended. May block for seconds. Raises AlreadyRunningError when it lives."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"agent-{safe_name(host)}.json"
         me = identify(os.getpid())
         assert me is not None
-        with _starting(folder, host):
+        with _alone_in(folder):
             notes = _end_leftovers(path)
             run_file = cls(path, RunRecord(mesh=mesh, run_id=run_id, host=host, agent=me))
             run_file._write()
@@ -100,16 +100,14 @@ class RunFile:
 
 
 @contextlib.contextmanager
-def _starting(folder: Path, host: str) -> Iterator[None]:
-    """One agent at a time looks for leftovers and takes the file."""
-    with (folder / f".agent-{safe_name(host)}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise AlreadyRunningError(
-                f"another agent of this mesh and host is just starting (run files are in {folder})."
-            ) from None
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One agent at a time looks for leftovers and takes its file; it waits for the other's few seconds."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(fd)
 
 
 def _end_leftovers(path: Path) -> list[str]:
