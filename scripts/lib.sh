@@ -40,7 +40,7 @@ ensure_environment() {
             return
         fi
     done
-    if [[ ! -x $python ]]; then
+    if ! "$python" -m pip --version >/dev/null 2>&1; then # also one whose making was interrupted
         local found
         found=$(find_python)
         say "Making $venv with $found"
