@@ -9,7 +9,18 @@ import msgspec
 
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.links import Link
 from mlx_mesh.mesh.types import Sharding
+
+_GIB = 1024**3
+
+
+def mac_usable_bytes(memory_bytes: int, wired_limit_mb: int = 0) -> int:
+    """What the GPU of a Mac may wire: `iogpu.wired_limit_mb`, or when that is 0 macOS's default, which is two
+    thirds of up to 36 GB of memory and three quarters of more (the exact step is not documented)."""
+    if wired_limit_mb > 0:
+        return min(memory_bytes, wired_limit_mb * 1024**2)
+    return memory_bytes * 2 // 3 if memory_bytes <= 36 * _GIB else memory_bytes * 3 // 4
 
 
 class HostCapacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +31,8 @@ class HostCapacity(msgspec.Struct, frozen=True, kw_only=True):
     usable_memory_bytes: int  # of the whole host, shared by its slots
     layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0
+    memory_rate: int = 0  # bytes a second that weights are read with; 0 = unknown
+    matrix_rate: int = 0  # half-precision operations a second; 0 = unknown
 
     @property
     def rank_memory_bytes(self) -> int:
@@ -34,6 +47,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     sharding: Sharding = Sharding.AUTO
     context_tokens: int = 4096
     num_sequences: int = 4
+    link: Link | None = None  # the slowest between hosts; None = unknown. Within a host it is the loopback
 
     def context_for(self, footprint: ModelFootprint) -> int:
         """The planned context in tokens: a model cannot use more than its own."""
@@ -50,6 +64,9 @@ class Rank:
     host: str
     memory_bytes: int
     pinned_layers: int  # 0 = free
+    memory_rate: int = 0  # of its host; 0 = unknown
+    matrix_rate: int = 0
+    slots: int = 1  # ranks that share this host's rates when they work at the same time
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host})"
@@ -75,5 +92,15 @@ def ranks_of(hosts: Sequence[HostCapacity]) -> tuple[Rank, ...]:
                 f"{host.memory_limit_bytes}). Free some, raise `memory_limit`, or leave the host out."
             )
         for pinned in host.layers or (0,) * host.slots:
-            ranks.append(Rank(len(ranks), host.name, host.rank_memory_bytes, pinned))
+            ranks.append(
+                Rank(
+                    len(ranks),
+                    host.name,
+                    host.rank_memory_bytes,
+                    pinned,
+                    host.memory_rate,
+                    host.matrix_rate,
+                    host.slots,
+                )
+            )
     return tuple(ranks)

@@ -12,6 +12,8 @@ class LayerFootprint(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     fixed_state_bytes: int = 0
     kv_window: int = 0  # tokens a sliding window keeps; 0 = the whole context
+    active_bytes: int = 0  # weights that one token reads, of experts only the chosen ones; 0 = all
+    active_parameters: int = 0  # that one token is multiplied with; 0 = unknown
 
 
 class TensorFootprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,7 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     tensor: TensorFootprint
     every_stage_bytes: int = 0  # part of embedding_bytes that all stages read (per-layer inputs)
+    quantization: str = ""  # "4 bit, groups of 64"; '' = none, or unknown
 
     @property
     def weights_bytes(self) -> int:

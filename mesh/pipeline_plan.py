@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 from mlx_mesh.mesh.capacity import PlacementRequest, Rank
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.memory import ModelMemory, describe_misfit
 from mlx_mesh.mesh.partition import cheapest_stages, smallest_maximum
+from mlx_mesh.mesh.speed import PipelineSpeed
 from mlx_mesh.mesh.types import Shard
 
 _SHARE_SCALE = (
     1_000_000  # shares are compared as whole millionths of a rank's memory, so that none is a float
 )
 
+TIME_PER_MILLE = 30
+"""So much of the least time per token is given for memory that is used more evenly."""
+
 
 def plan_pipeline(
     footprint: ModelFootprint, ranks: Sequence[Rank], request: PlacementRequest
 ) -> tuple[Shard, ...]:
-    """Whole layers in proportion to memory, over legal cuts, honouring pins, within every rank's memory.
-    Raises PlacementError."""
+    """Whole layers over legal cuts, honouring pins, within every rank's memory: so that a token takes least
+    time, and as evenly by memory as that allows. Raises PlacementError."""
     _check_possible(footprint, ranks)
     memory = ModelMemory.for_request(footprint, request)
-    cuts = choose_cuts(memory, ranks)
+    cuts = choose_cuts(memory, ranks, PipelineSpeed.of(footprint, ranks, request))
     if cuts is None:
         cuts = _least_short_cuts(memory, ranks)
         needs = [memory.stage(*stage_limits(cuts, rank.rank)) for rank in ranks]
@@ -54,30 +59,80 @@ def stage_limits(cuts: Sequence[int], rank: int) -> tuple[int, int]:
     return cuts[stage], cuts[stage + 1]
 
 
-def choose_cuts(memory: ModelMemory, ranks: Sequence[Rank]) -> tuple[int, ...] | None:
-    """(0, cut, ..., num_layers): first the least possible share of layers on the most loaded rank; of those
-    divisions the one with the most even shares, then the one with the most even memory. A share is bytes of
-    layers over the rank's memory. None: nothing fits."""
+def choose_cuts(
+    memory: ModelMemory, ranks: Sequence[Rank], speed: PipelineSpeed | None = None
+) -> tuple[int, ...] | None:
+    """(0, cut, ..., num_layers): of the divisions whose time per token is within TIME_PER_MILLE of the least
+    one, those with the least share of layers on the most loaded rank; of these the fastest, then the one with
+    the most even shares, then the one with the most even memory. A share is bytes of layers over the rank's
+    memory. Ranks of equal speed are as fast however the layers lie. None: nothing fits."""
     stages, boundaries = ranks[::-1], _boundaries(memory.footprint)
+    num_stages = len(stages)
 
-    def layers_share(stage: int, start: int, end: int) -> int | None:
+    def share_of(stage: int, start: int, end: int) -> int | None:
         rank = stages[stage]
         if not _pin_allows(rank, start, end) or memory.stage(start, end).total > rank.memory_bytes:
             return None
         return memory.layers_weights(start, end) * _SHARE_SCALE // rank.memory_bytes
 
-    largest = smallest_maximum(boundaries, len(stages), layers_share)
-    if largest is None:
-        return None
+    known = {
+        (stage, start, end): share
+        for stage in range(num_stages)
+        for index, start in enumerate(boundaries)
+        for end in boundaries[index + 1 :]
+        if (share := share_of(stage, start, end)) is not None
+    }
 
-    def unevenness(stage: int, start: int, end: int) -> tuple[int, int] | None:
-        share = layers_share(stage, start, end)
+    def share_at(stage: int, start: int, end: int) -> int | None:
+        return known.get((stage, start, end))
+
+    smallest = smallest_maximum(boundaries, num_stages, share_at)
+    if smallest is None:
+        return None
+    timed = None if speed is None or speed.rates.are_equal else speed
+    largest = smallest if timed is None else _share_for_speed(known, boundaries, num_stages, smallest, timed)
+
+    def unevenness(stage: int, start: int, end: int) -> tuple[int, int, int] | None:
+        share = share_at(stage, start, end)
         if share is None or share > largest:
             return None
         need = memory.stage(start, end).total * _SHARE_SCALE // stages[stage].memory_bytes
-        return share**2, need**2
+        time = timed.stage_ns(stages[stage].rank, start, end) if timed else 0
+        return time, share**2, need**2
 
-    return cheapest_stages(boundaries, len(stages), unevenness)
+    return cheapest_stages(boundaries, num_stages, unevenness)
+
+
+def _share_for_speed(
+    known: Mapping[tuple[int, int, int], int],
+    boundaries: Sequence[int],
+    num_stages: int,
+    smallest: int,
+    speed: PipelineSpeed,
+) -> int:
+    """The least cap on shares (to one part in 64) under which the time is still near the least possible."""
+
+    def least_time(cap: int | None) -> int:
+        def time(stage: int, start: int, end: int) -> tuple[int] | None:
+            share = known.get((stage, start, end))
+            if share is None or (cap is not None and share > cap):
+                return None
+            return (speed.stage_ns(num_stages - 1 - stage, start, end),)
+
+        cuts = cheapest_stages(boundaries, num_stages, time)
+        assert cuts is not None, "the smallest cap allows a division"
+        limits = itertools.pairwise(cuts)
+        return sum(speed.stage_ns(num_stages - 1 - stage, *pair) for stage, pair in enumerate(limits))
+
+    allowed = least_time(None) * (1000 + TIME_PER_MILLE) // 1000
+    low, high = smallest, max(known.values())
+    while high - low > max(1, high // 64):
+        middle = (low + high) // 2
+        if least_time(middle) <= allowed:
+            high = middle
+        else:
+            low = middle
+    return high if least_time(low) > allowed else low
 
 
 def _least_short_cuts(memory: ModelMemory, ranks: Sequence[Rank]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.memory import ModelMemory, describe_misfit, format_bytes
 from mlx_mesh.mesh.partition import split_units
 from mlx_mesh.mesh.pipeline_plan import plan_pipeline, stage_shard
+from mlx_mesh.mesh.speed import TENSOR_SUM_PER_MILLE, PipelineSpeed, Prediction, TensorSpeed
 from mlx_mesh.mesh.tensor_plan import attention_shares, plan_tensor, tensor_needs, tensor_obstacle
 from mlx_mesh.mesh.types import Placement, Shard, Sharding
 
@@ -22,6 +23,7 @@ __all__ = [
     "format_bytes",
     "plan_placement",
     "plan_rows",
+    "predict",
     "split_units",
 ]
 
@@ -82,30 +84,77 @@ def _plan_single(footprint: ModelFootprint, rank: Rank, request: PlacementReques
 
 
 def _plan_auto(footprint: ModelFootprint, ranks: Sequence[Rank], request: PlacementRequest) -> Placement:
-    """Pipeline, because it costs one exchange a cut where tensor costs two sums a layer; tensor only when a
-    pipeline is impossible."""
+    """The faster of pipeline and tensor by predicted time per token. Tensor costs two sums a layer, so it is
+    taken only where they are a small part of a step, and never over a link that nobody knows."""
     try:
-        shards = plan_pipeline(footprint, ranks, request)
+        pipeline = plan_pipeline(footprint, ranks, request)
     except PlacementError as no_pipeline:
         if any(rank.pinned_layers for rank in ranks):
             raise  # `layers` asks for a pipeline
         try:
-            shards = plan_tensor(footprint, ranks, request)
+            tensor = plan_tensor(footprint, ranks, request)
         except PlacementError as no_tensor:
             raise PlacementError(
                 f"The model cannot be placed on {len(ranks)} ranks.\n"
                 f"As a pipeline: {no_pipeline}\nBy tensor: {no_tensor}"
             ) from None
         return _placement(
-            footprint, Sharding.TENSOR, shards, f"tensor, because a pipeline is impossible: {no_pipeline}"
+            footprint, Sharding.TENSOR, tensor, f"tensor, because a pipeline is impossible: {no_pipeline}"
         )
-    obstacle = tensor_obstacle(footprint, len(ranks))
-    tensor = (
-        f"tensor is impossible: {obstacle}" if obstacle else "tensor is possible: two sums a layer and token"
+    if any(rank.pinned_layers for rank in ranks):
+        return _placement(footprint, Sharding.PIPELINE, pipeline, "pipeline, because `layers` pins stages")
+    try:
+        tensor = plan_tensor(footprint, ranks, request)
+    except PlacementError as no_tensor:
+        why = tensor_obstacle(footprint, len(ranks)) or str(no_tensor).splitlines()[0]
+        return _placement(
+            footprint, Sharding.PIPELINE, pipeline, "pipeline, the default", f"tensor is impossible: {why}"
+        )
+    sharding, reason = _faster(footprint, ranks, request, pipeline, tensor)
+    return _placement(footprint, sharding, pipeline if sharding is Sharding.PIPELINE else tensor, reason)
+
+
+def _faster(
+    footprint: ModelFootprint,
+    ranks: Sequence[Rank],
+    request: PlacementRequest,
+    pipeline: Sequence[Shard],
+    tensor: Sequence[Shard],
+) -> tuple[Sharding, str]:
+    speed = TensorSpeed.of(footprint, ranks, request)
+    staged = PipelineSpeed.of(footprint, ranks, request)
+    in_stages = staged.predict([(shard.start_layer, shard.end_layer) for shard in pipeline])
+    divided = speed.predict([shard.weight for shard in tensor])
+    if divided is None or in_stages is None:
+        unknown = "the link between the hosts is" if speed.link is None else "the hosts' speed is"
+        return Sharding.PIPELINE, (
+            "pipeline, the default: one exchange a cut and token. Tensor is possible at two sums a layer "
+            f"and token, but {unknown} unknown; `mlx-mesh bench --probe` measures it"
+        )
+    whole = min(staged.decode_ns(index, 0, footprint.num_layers) for index in range(len(ranks)))
+    assert speed.link is not None
+    sums = (
+        f"its {2 * footprint.num_layers} sums a token over {speed.link.name} take "
+        f"{divided.exchange_ns / 1e6:.1f} ms, {100 * divided.exchange_ns // whole} % of the "
+        f"{whole / 1e6:.1f} ms that one host would need"
     )
-    return _placement(
-        footprint, Sharding.PIPELINE, shards, "pipeline, the default: one exchange a cut and token", tensor
-    )
+    times = f"{divided.decode_ns / 1e6:.1f} ms a token by tensor, {in_stages.decode_ns / 1e6:.1f} by pipeline"
+    if divided.exchange_ns * 1000 >= TENSOR_SUM_PER_MILLE * whole:
+        return Sharding.PIPELINE, f"pipeline: tensor does not pay here, {sums} (limit 30 %)"
+    if divided.decode_ns >= in_stages.decode_ns:
+        return Sharding.PIPELINE, f"pipeline is faster: {times}; for tensor, {sums}"
+    return Sharding.TENSOR, f"tensor is faster: {times}; {sums}"
+
+
+def predict(
+    placement: Placement, footprint: ModelFootprint, hosts: Sequence[HostCapacity], request: PlacementRequest
+) -> Prediction | None:
+    """Time per token of a placement that was made for these hosts; None when a speed or link is unknown."""
+    ranks = ranks_of(hosts)
+    if placement.sharding is Sharding.TENSOR:
+        return TensorSpeed.of(footprint, ranks, request).predict([shard.weight for shard in placement.shards])
+    stages = [(shard.start_layer, shard.end_layer) for shard in placement.shards]
+    return PipelineSpeed.of(footprint, ranks, request).predict(stages)
 
 
 def _placement(

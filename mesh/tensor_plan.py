@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mlx_mesh.mesh.capacity import PlacementRequest, Rank
 from mlx_mesh.mesh.errors import PlacementError
@@ -11,22 +12,27 @@ from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.memory import ModelMemory, Need, describe_misfit, part_of
 from mlx_mesh.mesh.partition import split_units
 from mlx_mesh.mesh.pipeline_plan import most_stages
+from mlx_mesh.mesh.speed import TensorSpeed, shares
 from mlx_mesh.mesh.types import Shard
 
+_FINE_TOTAL = 120  # weights are refined in parts of about this
+_NUM_STARTS = 6  # the best candidates, from each of which the weights are refined
+_MOST_DEALS = 500  # ways to deal out units that are tried
 _FINEST_WEIGHT = 1000  # weights by memory are at most this, so that a plan stays readable
 
 
 def plan_tensor(
     footprint: ModelFootprint, ranks: Sequence[Rank], request: PlacementRequest
 ) -> tuple[Shard, ...]:
-    """Equal weights when they fit, because all ranks wait for the slowest; else weights by memory, then by
-    the memory that is left beside what every rank holds whole. Raises PlacementError."""
+    """Of the weights that fit those with the fastest step: all ranks wait for the slowest, so equal ranks
+    get equal weights. Raises PlacementError."""
     _check_possible(footprint, ranks)
     memory = ModelMemory.for_request(footprint, request)
-    weights = _choose_weights(memory, ranks)
+    speed = TensorSpeed.of(footprint, ranks, request)
+    weights = _choose_weights(memory, ranks, speed)
     if weights is None:
         least = min(
-            _candidates(memory, ranks), key=lambda tried: _shortage(ranks, tensor_needs(memory, tried))
+            _candidates(memory, ranks, speed), key=lambda tried: _shortage(ranks, tensor_needs(memory, tried))
         )
         raise PlacementError(
             describe_misfit(
@@ -34,7 +40,7 @@ def plan_tensor(
                 request,
                 ranks,
                 tensor_needs(memory, least),
-                lambda other: _choose_weights(other, ranks) is not None,
+                lambda other: _choose_weights(other, ranks, speed) is not None,
             )
         )
     units = attention_shares(footprint, weights)
@@ -73,18 +79,14 @@ def tensor_obstacle(footprint: ModelFootprint, num_ranks: int) -> str:
 
 def attention_shares(footprint: ModelFootprint, weights: Sequence[int]) -> tuple[int, ...]:
     """KV groups per rank; zeros when attention is whole on every rank."""
-    return _shares(footprint.tensor.attention_units, weights)
+    return shares(footprint.tensor.attention_units, weights)
 
 
 def tensor_needs(memory: ModelMemory, weights: Sequence[int]) -> list[Need]:
     """Bytes per rank for these weights."""
     tensor = memory.footprint.tensor
-    attention, mlp = _shares(tensor.attention_units, weights), _shares(tensor.mlp_units, weights)
+    attention, mlp = shares(tensor.attention_units, weights), shares(tensor.mlp_units, weights)
     return [memory.tensor_share(*units) for units in zip(attention, mlp, strict=True)]
-
-
-def _shares(num_units: int, weights: Sequence[int]) -> tuple[int, ...]:
-    return split_units(num_units, weights) if num_units else (0,) * len(weights)
 
 
 def _check_possible(footprint: ModelFootprint, ranks: Sequence[Rank]) -> None:
@@ -102,19 +104,66 @@ def _check_possible(footprint: ModelFootprint, ranks: Sequence[Rank]) -> None:
         )
 
 
-def _choose_weights(memory: ModelMemory, ranks: Sequence[Rank]) -> tuple[int, ...] | None:
-    """The first candidate that fits."""
-    for weights in _candidates(memory, ranks):
-        if not _shortage(ranks, tensor_needs(memory, weights)):
-            return weights
-    return None
+def _choose_weights(memory: ModelMemory, ranks: Sequence[Rank], speed: TensorSpeed) -> tuple[int, ...] | None:
+    """The fastest that fit; None when none do."""
+    candidates = _candidates(memory, ranks, speed)
+    if speed.rates.are_equal and not _shortage(ranks, tensor_needs(memory, candidates[0])):
+        return candidates[0]
+
+    def badness(weights: tuple[int, ...]) -> tuple[int, int]:
+        return _shortage(ranks, tensor_needs(memory, weights)), speed.step_ns(weights)
+
+    starts = sorted(candidates, key=badness)[:_NUM_STARTS]
+    best = min((_refine(start, badness) for start in starts), key=badness)
+    if badness(best)[0]:
+        return None
+    readable = (split_units(total, best) for total in range(len(ranks), _FINE_TOTAL))
+    near = speed.step_ns(best) * 101 // 100
+    return next((tried for tried in readable if badness(tried) <= (0, near)), best)
 
 
-def _candidates(memory: ModelMemory, ranks: Sequence[Rank]) -> list[tuple[int, ...]]:
-    whole = memory.tensor_share(0, 0).total
+def _refine(
+    weights: tuple[int, ...], badness: Callable[[tuple[int, ...]], tuple[int, int]]
+) -> tuple[int, ...]:
+    """Move weight between two ranks for as long as that is better, in ever smaller steps."""
+    scale = max(1, _FINE_TOTAL // sum(weights))
+    current = tuple(weight * scale for weight in weights)
+    least, step = badness(weights), max(1, sum(current) // 8)
+    while step:
+        tries = [
+            tuple(w + step * ((i == taker) - (i == giver)) for i, w in enumerate(current))
+            for giver, taker in itertools.permutations(range(len(current)), 2)
+            if current[giver] > step
+        ]
+        best = min(tries, key=badness, default=current)
+        if badness(best) < least:
+            current, least = best, badness(best)
+        else:
+            step //= 2
+    common = math.gcd(*current)
+    return tuple(weight // common for weight in current)
+
+
+def _candidates(memory: ModelMemory, ranks: Sequence[Rank], speed: TensorSpeed) -> list[tuple[int, ...]]:
+    """Equal weights, by speed, by memory, by the memory beside what every rank holds whole, and all ways to
+    deal out the units."""
+    whole, tensor = memory.tensor_share(0, 0).total, memory.footprint.tensor
+    by_speed = _small([rate // rank.slots for rate, rank in zip(speed.rates.memory, ranks, strict=True)])
     by_memory = _small([rank.memory_bytes for rank in ranks])
     by_room = _small([max(1, rank.memory_bytes - whole) for rank in ranks])
-    return list(dict.fromkeys([(1,) * len(ranks), by_memory, by_room]))
+    units = min(number for number in (tensor.attention_units, tensor.mlp_units) if number)
+    while units > len(ranks) and math.comb(units - 1, len(ranks) - 1) > _MOST_DEALS:
+        units -= 1
+    deals = _deals(units, len(ranks)) if units >= len(ranks) else []
+    return list(dict.fromkeys([(1,) * len(ranks), by_speed, by_memory, by_room, *deals]))
+
+
+def _deals(num_units: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """All ways to give each rank at least one of the units."""
+    edges = itertools.combinations(range(1, num_units), num_ranks - 1)
+    return [
+        tuple(end - start for start, end in itertools.pairwise((0, *inner, num_units))) for inner in edges
+    ]
 
 
 def _small(values: Sequence[int]) -> tuple[int, ...]:

@@ -21,12 +21,12 @@ from pathlib import Path
 import ifaddr
 import msgspec
 
+from mlx_mesh.mesh.capacity import mac_usable_bytes
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.types import HostFacts, Versions
 
 _SYSCTL_S = 5.0
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
-_GIB = 1024**3
 
 
 def gather_facts(model: str) -> HostFacts:
@@ -141,7 +141,7 @@ def _hardware() -> tuple[str, int, int]:
     if platform.system() == "Darwin":
         values = parse_sysctl(_sysctl())
         memory = int(values.get("hw.memsize", "0"))
-        usable = darwin_usable_bytes(memory, int(values.get("iogpu.wired_limit_mb", "0")))
+        usable = mac_usable_bytes(memory, int(values.get("iogpu.wired_limit_mb", "0")))
         return values.get("machdep.cpu.brand_string", ""), memory, usable
     memory, usable = parse_meminfo(_read("/proc/meminfo"))
     limit = parse_cgroup_limit(_read("/sys/fs/cgroup/memory.max"))
@@ -175,14 +175,6 @@ def parse_sysctl(output: str) -> dict[str, str]:
     """`key: value` lines."""
     pairs = (line.partition(": ") for line in output.splitlines())
     return {key: value.strip() for key, separator, value in pairs if separator}
-
-
-def darwin_usable_bytes(memory_bytes: int, wired_limit_mb: int) -> int:
-    """What the GPU may wire: the set limit, else macOS's default, which is two thirds of up to 36 GB of
-    memory and three quarters of more."""
-    if wired_limit_mb > 0:
-        return min(memory_bytes, wired_limit_mb * 1024**2)
-    return memory_bytes * 2 // 3 if memory_bytes <= 36 * _GIB else memory_bytes * 3 // 4
 
 
 def parse_meminfo(text: str) -> tuple[int, int]:

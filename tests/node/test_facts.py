@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from mlx_mesh.mesh.capacity import mac_usable_bytes
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.types import HostFacts
 from mlx_mesh.node import facts
@@ -35,7 +36,7 @@ def test_sysctl_lines_become_a_table() -> None:
     ],
 )
 def test_a_mac_may_use_what_its_gpu_may_wire(memory: int, limit_mb: int, usable: int) -> None:
-    assert facts.darwin_usable_bytes(memory, limit_mb) == usable
+    assert mac_usable_bytes(memory, limit_mb) == usable
 
 
 def test_linux_may_use_what_is_available() -> None:
