@@ -596,6 +596,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     max_body_bytes: int = 32 * 1024 * 1024
     keepalive_s: float = 5.0
+    strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
 
 
 # ---------------------------------------------------------------- agent -> launcher (stdout lines)

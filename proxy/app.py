@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 
 from fastapi import FastAPI, Request
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,13 +14,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_mesh.mesh.errors import MeshError
 from mlx_mesh.proxy.auth import Guard
 from mlx_mesh.proxy.errors import ApiError, to_api_error
-from mlx_mesh.proxy.routes import capabilities, chat, cluster, completions, health, models
+from mlx_mesh.proxy.routes import cancel, capabilities, chat, cluster, completions, health, models
 from mlx_mesh.proxy.services import Services
 
 WORLD_SIZE_HEADER = "x-mlx-mesh-world-size"
 REQUEST_ID_HEADER = "x-request-id"
 
-_ROUTERS = tuple(module.router for module in (chat, completions, models, health, cluster, capabilities))
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+
+_ROUTERS = tuple(
+    module.router for module in (chat, completions, cancel, models, health, cluster, capabilities)
+)
 
 
 def build_app(services: Services) -> ASGIApp:
@@ -49,16 +54,25 @@ class Marks:
             await self._app(scope, receive, send)
             return
 
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+
         async def marked_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(raw=message["headers"])
                 headers[WORLD_SIZE_HEADER] = str(self._services.client.readiness.world_size)
-                headers[REQUEST_ID_HEADER] = f"req_{uuid.uuid4().hex}"
+                headers[REQUEST_ID_HEADER] = request_id
                 path = scope["path"] if scope["path"] in self._paths else "other"
                 self._services.metrics.http_requests.labels(path, str(message["status"])).inc()
             await send(message)
 
         await self._app(scope, receive, marked_send)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id, so that it can name a request before it is answered; else a new one."""
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -74,15 +88,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
             )
         case _:
             message, code = str(error.detail), "http_error"
-    response = ApiError(error.status_code, message, code=code).response()
+    response = ApiError(error.status_code, message, code=code).response(request.url.path)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _mesh_error(request: Request, error: Exception) -> Response:
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.url.path)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     # The server logs the traceback itself; prompts are not in it.
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.url.path)

@@ -54,7 +54,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope), scope["path"])):
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -75,7 +75,7 @@ class Guard:
                 code="origin_not_allowed",
             )
         if self._keys and path not in OPEN_PATHS:
-            return self._key_refusal(headers.get("authorization", ""))
+            return self._key_refusal(headers.get("authorization", ""), headers.get("x-api-key", ""))
         return None
 
     def _is_own_name(self, host: str) -> bool:
@@ -93,9 +93,11 @@ class Guard:
             return True
         return is_loopback(parts.hostname or "") or parts.hostname == host
 
-    def _key_refusal(self, authorization: str) -> ApiError | None:
+    def _key_refusal(self, authorization: str, x_api_key: str) -> ApiError | None:
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
+            given = x_api_key  # Anthropic's header
+        if not given.strip():
             message = "This server needs an API key: send 'Authorization: Bearer KEY'."
         else:
             # Every key is compared, each in constant time: the answer's timing tells nothing.

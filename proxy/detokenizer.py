@@ -7,7 +7,7 @@ so a short window of tokens is decoded again at each step and only what is new a
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -36,17 +36,22 @@ class Detokenizer:
     character left unfinished at the end is dropped.
 
     `prompt_tail`: the last tokens of the prompt when the text continues it (completions), so that decoders
-    that drop a leading space do not drop this one.
+    that drop a leading space do not drop this one. `visible`: special tokens that are text here.
     """
 
-    def __init__(self, decoder: Decoder, prompt_tail: Sequence[int] = ()) -> None:
+    def __init__(
+        self, decoder: Decoder, prompt_tail: Sequence[int] = (), visible: Mapping[int, str] | None = None
+    ) -> None:
         self._decoder = decoder
+        self._visible = visible or {}
         self._ids = list(prompt_tail[-PROMPT_TAIL_TOKENS:])
         self._settled = len(self._ids)  # tokens before this one are given out and end a character
         self._settled_text = self._given = decoder.decode(self._ids) if self._ids else ""
 
     def add(self, token_id: int) -> str:
         """The text that this token completes."""
+        if (shown := self._visible.get(token_id)) is not None:
+            return self.finish() + shown
         self._ids.append(token_id)
         text = self._decoder.decode(self._ids)
         complete = text.rstrip(REPLACEMENT)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from mlx_mesh.mesh.errors import MeshError, RequestRejected
 from mlx_mesh.node.client import GenerationFailed, StatusUnavailable
+from mlx_mesh.proxy.open_answers import CancelledByRequest
 from mlx_mesh.proxy.tokenizer import EncodeTimeout, TemplateRefused
 
 RETRY_AFTER_S = 5
@@ -29,6 +30,22 @@ _STATUS_OF_CODE = {
 }
 """Statuses of the coordinator's codes. Others: 400 for `invalid_*` and `unsupported_*`, 503 with a
 Retry-After when the coordinator asks for another try, else 500."""
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is one of Anthropic's API."""
+    return path.removeprefix("/v1") in ("/messages", "/messages/count_tokens")
 
 
 class ApiError(MeshError):
@@ -64,8 +81,23 @@ class ApiError(MeshError):
             headers["www-authenticate"] = "Bearer"
         return headers
 
-    def response(self) -> Response:
-        return json_response(self.envelope(), self.status, self.headers())
+    def response(self, path: str = "") -> Response:
+        """In the shape of the dialect that `path` belongs to."""
+        return json_response(self.body(path), self.status, self.headers())
+
+    def body(self, path: str) -> dict[str, Any]:
+        if is_anthropic(path):
+            return self.anthropic()
+        return self.ollama() if path.startswith("/api/") else self.envelope()
+
+    def anthropic(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def ollama(self) -> dict[str, Any]:
+        return {"error": str(self)}
 
 
 def invalid(message: str, *, param: str | None, code: str = "invalid_value") -> ApiError:
@@ -91,6 +123,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(status, str(error), code=code, retry_after_s=retry_after_s)
         case RequestRejected(code=code, param=param):
             return ApiError(_STATUS_OF_CODE.get(code, 400), str(error), code=code, param=param)
+        case CancelledByRequest():
+            return ApiError(400, str(error), code="request_cancelled")
         case TemplateRefused():
             return invalid(str(error), param="messages", code="chat_template_error")
         case EncodeTimeout():

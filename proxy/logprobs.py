@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_mesh.proxy.generation import TokenSpan
+from mlx_mesh.proxy.pieces import TokenSpan
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
 MINIMUM = -9999.0

@@ -9,7 +9,11 @@ from mlx_mesh.mesh.messages import ProxyConfig
 from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, not_ready
 from mlx_mesh.proxy.metrics import Metrics
+from mlx_mesh.proxy.open_answers import OpenAnswers
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
+
+ANY_MODEL = "local"
+"""The name that means whatever is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,7 @@ class Services:
     tokenizer: ModelTokenizer
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
+    open_answers: OpenAnswers = field(default_factory=OpenAnswers)
 
     @property
     def fingerprint(self) -> str:
@@ -30,10 +35,15 @@ class Services:
         """The served model under each of its public names, its own first."""
         return tuple(dict.fromkeys((self.config.model_id, *self.config.served_model_names)))
 
-    def require_model(self, name: str | None) -> None:
-        """Raises ApiError 404 unless this names the served model (its base name and folder do, too)."""
+    @property
+    def accepted_names(self) -> tuple[str, ...]:
+        """Every name by which a request may call the model: also the last part of its id, and its folder."""
         base_name = self.config.model_id.rstrip("/").rpartition("/")[2]
-        if name is not None and name not in (*self.listed_models, base_name, self.config.model):
+        return tuple(dict.fromkeys((*self.listed_models, base_name, ANY_MODEL, self.config.model)))
+
+    def require_model(self, name: str | None) -> None:
+        """Raises ApiError 404 unless this names the served model."""
+        if name is not None and name not in self.accepted_names:
             raise ApiError(
                 404,
                 f"The model '{name}' is not served here; this is {', '.join(self.listed_models)}.",

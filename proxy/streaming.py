@@ -7,16 +7,16 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_mesh.mesh.errors import MeshError
-from mlx_mesh.proxy.answers import Answer
+from mlx_mesh.proxy.answers.base import Answer
 from mlx_mesh.proxy.errors import to_api_error
-from mlx_mesh.proxy.generation import Generation, Piece
-from mlx_mesh.proxy.usage import usage
+from mlx_mesh.proxy.generation import Generation
+from mlx_mesh.proxy.pieces import Piece
+from mlx_mesh.proxy.usage import Usage
 
 _log = logging.getLogger(__name__)
 
@@ -25,17 +25,15 @@ T = TypeVar("T")
 Finish = Callable[[bool], Awaitable[None]]
 """Called once at the end of a stream; True when the client got all of it."""
 
-KEEPALIVE = b": keepalive\n\n"
-
 STALLED_CLIENT_S = 120.0
 """A client that is connected and takes no byte for this long is given up."""
 
 
-async def openai_events(
+async def answer_events(
     generation: Generation, first: tuple[int, Piece] | None, answer: Answer, keepalive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """The stream of one answer: opening at once, then text as it comes, a comment whenever nothing was
-    written for `keepalive_s`, usage if wanted, `[DONE]`. An error becomes the last event instead.
+    """The stream of one answer: opening at once, then pieces as they come, a sign of life whenever nothing
+    was written for `keepalive_s`, the closing. An error becomes the last event instead.
     `first`: a piece that was taken from the generation before."""
     try:
         async for event in _events(generation, first, answer, keepalive_s):
@@ -43,33 +41,26 @@ async def openai_events(
     except Exception as error:
         if not isinstance(error, MeshError):
             _log.exception("an answer broke off")
-        yield _event(to_api_error(error).envelope())
+        yield answer.failure(to_api_error(error))
 
 
 async def _events(
     generation: Generation, first: tuple[int, Piece] | None, answer: Answer, keepalive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    opening = answer.opening(len(generation.tallies))
-    yield b"".join(map(_event, opening)) or KEEPALIVE
+    yield answer.opening(len(generation.tallies))
     item = first
     while True:
-        if item is not None and (chunks := answer.chunks(*item)):
-            yield b"".join(map(_event, chunks))
+        if item is not None and (event := answer.piece(*item)):
+            yield event
         try:
             item = await generation.next(keepalive_s)
         except TimeoutError:
             item = None
-            yield KEEPALIVE
+            yield answer.keepalive()
             continue
         if item is None:
             break
-    if answer.with_usage_chunk:
-        yield _event(answer.usage_chunk(usage(generation.tallies)))
-    yield b"data: [DONE]\n\n"
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    yield answer.closing(Usage.of(generation.tallies))
 
 
 class EventStream(Response):
@@ -81,11 +72,12 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         finish: Finish,
         headers: Mapping[str, str] | None = None,
+        media_type: str = "text/event-stream",
     ) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
-        self.media_type = "text/event-stream"
+        self.media_type = media_type
         self._events = events
         self._finish = finish
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_mesh.mesh.errors import MeshError, SettingsError
+from mlx_mesh.proxy.markup import Markup, Region, find_markup
 
 T = TypeVar("T")
 
@@ -44,6 +47,14 @@ class PromptTooLong(MeshError):
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the prompt has at least {at_least} tokens")
         self.at_least = at_least
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A conversation as tokens, and in which region the model goes on."""
+
+    ids: tuple[int, ...]
+    region: Region
 
 
 class EncodeTimeout(MeshError):
@@ -84,6 +95,10 @@ class ModelTokenizer:
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.chat_template, self.chat_template_error = _chat_template(tokenizer, folder, chat_template)
         self.end_token_ids = self._end_token_ids(folder)
+        special = {
+            name: i for i, token in added.items() if i in self._special_ids and (name := token.content)
+        }
+        self.markup: Markup = find_markup(tokenizer, self.chat_template or "", special)
         if not self.chat_template_error:
             self.chat_template_error = self._try_template()
 
@@ -125,15 +140,32 @@ class ModelTokenizer:
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], *, limit: int, template_options: dict[str, Any] | None = None
-    ) -> tuple[int, ...]:
+    ) -> EncodedChat:
         """Tokens of the rendered chat template, with the opening of the assistant's turn.
         Raises TemplateRefused as well."""
 
-        def render_and_encode() -> tuple[int, ...]:
+        def render_and_encode() -> EncodedChat:
             text = self.render(messages, template_options)
-            return self._encode(text, add_special=False, limit=limit)
+            markup = self.markup
+            region = Region.REASONING if markup.is_opened_by(text) else markup.initial
+            if (template_options or {}).get("continue_final_message"):
+                region = Region.ANSWER
+            return EncodedChat(self._encode(text, add_special=False, limit=limit), region)
 
         return await self._in_thread(render_and_encode)
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template has a variable or field of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", self.chat_template or "") is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template shows tools to the model, and its calls can be read."""
+        return self.markup.has_calls and self.template_reads("tools")
+
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """Tokens of a short text as it stands inside another."""
+        return self._encode_all(text, add_special=False)
 
     def render(self, messages: list[dict[str, Any]], template_options: dict[str, Any] | None = None) -> str:
         """The prompt text of a conversation. Raises TemplateRefused."""
@@ -144,8 +176,7 @@ class ModelTokenizer:
                 messages,
                 chat_template=self.chat_template,
                 tokenize=False,
-                add_generation_prompt=True,
-                **(template_options or {}),
+                **{"add_generation_prompt": True, **(template_options or {})},
             )
         except Exception as error:  # templates are programs of the model's authors
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error

@@ -1,43 +1,77 @@
-"""What an answer used, under OpenAI's names, under the newer input/output names, and with rates."""
+"""What an answer used: its counts and rates. Each dialect writes them under its own names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mlx_mesh.proxy.generation import Tally
+from mlx_mesh.proxy.assembler import Tally
 from mlx_mesh.proxy.metrics import Metrics
 
 
-def usage(tallies: Sequence[Tally]) -> dict[str, Any]:
-    """`tokens_per_second` is the decode rate, from the first token to the last; prefill has its own."""
-    num_prompt = sum(tally.prompt_tokens for tally in tallies)
-    num_completion = sum(tally.completion_tokens for tally in tallies)
-    num_cached = sum(tally.cached_tokens for tally in tallies)
-    prefill_s = sum(tally.prefill_s for tally in tallies)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "input_tokens": num_prompt,
-        "output_tokens": num_completion,
-        "tokens_per_second": round(decode_rate(tallies), 2),
-        "prompt_tokens_per_second": round((num_prompt - num_cached) / prefill_s, 2) if prefill_s > 0 else 0.0,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-        "input_tokens_details": {"cached_tokens": num_cached},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Over all sequences of a request; a prompt that several share counts once."""
 
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    prefill_s: float
+    decode_s: float
+    num_timed: int  # tokens generated in decode_s
 
-def decode_rate(tallies: Sequence[Tally]) -> float:
-    """Tokens a second after the first ones; 0.0 while there is only one token to measure."""
-    started = [tally for tally in tallies if tally.completion_tokens]
-    if not started:
-        return 0.0
-    seconds = max(tally.last_at for tally in started) - min(tally.first_at for tally in started)
-    num_timed = sum(tally.completion_tokens - 1 for tally in started)
-    return num_timed / seconds if seconds > 0 else 0.0
+    @classmethod
+    def of(cls, tallies: Sequence[Tally]) -> Usage:
+        own = [tally for tally in tallies if not tally.shares_prompt]
+        started = [tally for tally in tallies if tally.completion_tokens]
+        decode_s = 0.0
+        if started:
+            decode_s = max(tally.last_at for tally in started) - min(tally.first_at for tally in started)
+        return cls(
+            prompt_tokens=sum(tally.prompt_tokens for tally in own),
+            completion_tokens=sum(tally.completion_tokens for tally in tallies),
+            cached_tokens=sum(tally.cached_tokens for tally in own),
+            reasoning_tokens=sum(tally.reasoning_tokens for tally in tallies),
+            prefill_s=sum(tally.prefill_s for tally in own),
+            decode_s=decode_s,
+            num_timed=sum(tally.completion_tokens - 1 for tally in started),
+        )
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second after the first ones; 0.0 while there is only one token to measure."""
+        return self.num_timed / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def prefill_rate(self) -> float:
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    def openai(self) -> dict[str, Any]:
+        """OpenAI's names, the newer input/output names, rates, and timings under llama.cpp's names."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "input_tokens": self.prompt_tokens,
+            "output_tokens": self.completion_tokens,
+            "tokens_per_second": round(self.decode_rate, 2),
+            "prompt_tokens_per_second": round(self.prefill_rate, 2),
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "timings": {
+                "prompt_n": self.prompt_tokens - self.cached_tokens,
+                "cache_n": self.cached_tokens,
+                "prompt_ms": round(self.prefill_s * 1000, 3),
+                "prompt_per_second": round(self.prefill_rate, 2),
+                "predicted_n": self.completion_tokens,
+                "predicted_ms": round(self.decode_s * 1000, 3),
+                "predicted_per_second": round(self.decode_rate, 2),
+            },
+        }
 
 
 def count(metrics: Metrics, tallies: Sequence[Tally]) -> None:
@@ -45,9 +79,10 @@ def count(metrics: Metrics, tallies: Sequence[Tally]) -> None:
     for tally in tallies:
         if not tally.first_at:
             continue
-        metrics.prompt_tokens.inc(tally.prompt_tokens)
-        metrics.cached_tokens.inc(tally.cached_tokens)
+        if not tally.shares_prompt:
+            metrics.prompt_tokens.inc(tally.prompt_tokens)
+            metrics.cached_tokens.inc(tally.cached_tokens)
         metrics.completion_tokens.inc(tally.completion_tokens)
         metrics.first_token_s.observe(tally.first_at - tally.submitted_at)
-        if (rate := decode_rate((tally,))) > 0:
+        if (rate := Usage.of((tally,)).decode_rate) > 0:
             metrics.decode_rate.observe(rate)

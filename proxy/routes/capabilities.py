@@ -11,7 +11,7 @@ from starlette.responses import Response
 from mlx_mesh.proxy.errors import json_response
 from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
-from mlx_mesh.proxy.schemas.common import MAX_STOP_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS
+from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS, MAX_PROMPTS
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
 
@@ -51,8 +51,11 @@ async def capabilities(request: Request) -> Response:
                 "stop_strings": True,
                 "penalties": True,
                 "logit_bias": True,
-                "tools": False,
-                "reasoning_split": False,
+                "tools": services.tokenizer.takes_tools,
+                "forced_tool_choice": False,
+                "reasoning_split": services.tokenizer.markup.has_reasoning,
+                "choices": True,
+                "cancel": True,
                 "structured_output": False,
                 "images": False,
                 "audio": False,
@@ -66,7 +69,7 @@ async def capabilities(request: Request) -> Response:
                 "max_stop_string_chars": MAX_STOP_CHARS,
                 "max_top_logprobs": MAX_TOP_LOGPROBS,
                 "max_prompts": MAX_PROMPTS,
-                "max_choices": 1,
+                "max_choices": MAX_CHOICES,
             },
         }
     )

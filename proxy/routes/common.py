@@ -9,15 +9,15 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mlx_mesh.proxy.answers import Answer
+from mlx_mesh.proxy.answers.base import Answer
 from mlx_mesh.proxy.bodies import read_json_object
-from mlx_mesh.proxy.convert import Prepared
+from mlx_mesh.proxy.convert.common import Prepared
 from mlx_mesh.proxy.errors import json_response
-from mlx_mesh.proxy.generation import Generation, Piece
-from mlx_mesh.proxy.schemas.common import SamplingFields
+from mlx_mesh.proxy.generation import Generation
+from mlx_mesh.proxy.pieces import Piece
 from mlx_mesh.proxy.services import Services
-from mlx_mesh.proxy.streaming import EventStream, openai_events, while_connected
-from mlx_mesh.proxy.usage import count, decode_rate, usage
+from mlx_mesh.proxy.streaming import EventStream, answer_events, while_connected
+from mlx_mesh.proxy.usage import Usage, count
 
 REFUSAL_GRACE_S = 0.1
 """How long a stream waits before its first byte for the coordinator to refuse: a full queue is then a
@@ -34,6 +34,11 @@ def services_of(request: Request) -> Services:
     return services
 
 
+def request_id(request: Request) -> str:
+    """The id in the `x-request-id` header of the answer."""
+    return str(request.scope["state"]["request_id"])
+
+
 async def read_body(request: Request) -> dict[str, Any]:
     """The JSON body of a request that can be served now. Raises ApiError and ClientDisconnect."""
     services = services_of(request)
@@ -44,36 +49,41 @@ async def read_body(request: Request) -> dict[str, Any]:
 
 
 async def respond(
-    request: Request, services: Services, body: SamplingFields, prepared: Prepared, answer: Answer
+    request: Request, services: Services, prepared: Prepared, answer: Answer, *, stream: bool
 ) -> Response:
-    """Generate, and answer as `body.stream` says. Raises GenerationFailed before the first byte."""
+    """Generate, and answer as `stream` says. Raises GenerationFailed before the first byte."""
     generation = Generation(services.client, services.tokenizer, prepared.sequences)
+    ids = (prepared.id, request_id(request))
+    services.open_answers.add(ids, generation)
 
     async def finish(is_complete: bool) -> None:
+        services.open_answers.remove(ids, generation)
         await generation.close()
         count(services.metrics, generation.tallies)
         if not is_complete:
             services.metrics.disconnects.inc()
+        used = Usage.of(generation.tallies)
         _log.info(
             "%s: %d prompt tokens, %d generated, %.1f tokens/s%s",
             prepared.id,
-            sum(tally.prompt_tokens for tally in generation.tallies),
-            sum(tally.completion_tokens for tally in generation.tallies),
-            decode_rate(generation.tallies),
+            used.prompt_tokens,
+            used.completion_tokens,
+            used.decode_rate,
             "" if is_complete else ", not finished",
         )
 
     is_complete = False
     owns_generation = True
     try:
-        if body.stream:
+        if stream:
             first = await _first_piece(generation)
             owns_generation = False  # the stream closes it
-            events = openai_events(generation, first, answer, services.config.keepalive_s)
-            return EventStream(events, finish, prepared.headers)
+            events = answer_events(generation, first, answer, services.config.keepalive_s)
+            return EventStream(events, finish, prepared.headers, answer.media_type)
         pieces = await while_connected(request.receive, _collect(generation))
         is_complete = True
-        return json_response(answer.whole(pieces, usage(generation.tallies)), headers=prepared.headers)
+        body = answer.whole(pieces, Usage.of(generation.tallies))
+        return json_response(body, headers=prepared.headers)
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE_STATUS)
     finally:

@@ -40,6 +40,7 @@ def _describe(services: Services, name: str) -> dict[str, Any]:
         "created": services.started,
         "owned_by": "mlx-mesh",
         "root": services.config.model_id,
+        "aliases": [alias for alias in services.accepted_names if alias != services.config.model],
         "context_length": context_length or None,
         "max_model_len": context_length or None,  # the name that vLLM's clients read
     }

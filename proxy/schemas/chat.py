@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 from pydantic import ConfigDict, Field
 
-from mlx_mesh.proxy.schemas.common import MAX_TOP_LOGPROBS, SamplingFields
+from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_TOP_LOGPROBS, SamplingFields
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
 
 
@@ -24,6 +24,8 @@ class ChatMessage(pydantic.BaseModel):
     tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None  # refused by name in `convert`
     audio: dict[str, Any] | None = None  # refused by name in `convert`
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatRequest(SamplingFields):
@@ -31,6 +33,23 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)  # needs logprobs
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    tools: list[dict[str, Any]] | None = None  # checked in `convert`
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    strip_thinking: bool | None = None
+    thinking_budget: int | None = Field(default=None, ge=0)
+    thinking_token_budget: int | None = Field(default=None, ge=0)  # vLLM's name
+    metadata: dict[str, Any] | None = None  # of it, conversation_id is read
+    conversation_id: str | None = None
+    conversation: str | None = None
+
+    @property
+    def thinking_limit(self) -> int | None:
+        return self.thinking_token_budget if self.thinking_budget is None else self.thinking_budget
 
     @property
     def num_logprobs(self) -> int | None:
@@ -42,20 +61,14 @@ class ChatRequest(SamplingFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-_NO_TOOLS = "this version calls no tools; tool messages in the conversation are passed to the template."
-
 CHAT_FIELDS = FieldPolicy(
     body=ChatRequest,
     refused={
-        "n": Refused("one choice is generated; send the request n times with different seeds.", (1,)),
-        "tools": Refused(_NO_TOOLS, ([],)),
-        "tool_choice": Refused(_NO_TOOLS, ("none", "auto")),
-        "functions": Refused(_NO_TOOLS, ([],)),
-        "function_call": Refused(_NO_TOOLS, ("none", "auto")),
+        "functions": Refused("use tools, the newer name.", ([],)),
+        "function_call": Refused("use tool_choice, the newer name.", ("none", "auto")),
         "response_format": Refused("output is not constrained; only plain text.", ({"type": "text"},)),
         "modalities": Refused("only text is produced.", (["text"],)),
         "audio": Refused("only text is produced."),
-        "reasoning_effort": Refused("reasoning is neither controlled nor split off."),
         "verbosity": Refused("the model has no such setting.", ("medium",)),
         "web_search_options": Refused("there is no web search."),
         "moderation": Refused("nothing is moderated."),
@@ -63,10 +76,9 @@ CHAT_FIELDS = FieldPolicy(
     ignored={
         "user": "there are no per-user accounts or limits",
         "safety_identifier": "there are no per-user accounts or limits",
-        "metadata": "nothing is stored",
         "store": "nothing is stored",
         "service_tier": "there is one tier",
-        "parallel_tool_calls": "without tools it says nothing",
+        "reset_conversation": "nothing of a conversation is kept between requests",
         "prediction": "a hint for speed; the answer is the same",
         "prompt_cache_key": "a hint for speed; the answer is the same",
         "prompt_cache_options": "a hint for speed; the answer is the same",

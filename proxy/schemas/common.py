@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 16
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 

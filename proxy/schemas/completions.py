@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from mlx_mesh.proxy.errors import ApiError, invalid
-from mlx_mesh.proxy.schemas.common import MAX_TOP_LOGPROBS, SamplingFields
+from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_TOP_LOGPROBS, SamplingFields
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
 
 MAX_PROMPTS = 64
@@ -18,6 +18,14 @@ Prompt = str | tuple[int, ...]
 class CompletionRequest(SamplingFields):
     prompt: Any  # checked by `prompts`: a union over a million token ids costs a million error records
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    echo: bool | None = None
+
+    @property
+    def picks_best(self) -> bool:
+        """More are generated than are given out."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -54,9 +62,6 @@ def _bad_prompt(param: str) -> ApiError:
 COMPLETION_FIELDS = FieldPolicy(
     body=CompletionRequest,
     refused={
-        "n": Refused("one choice per prompt is generated; send several prompts.", (1,)),
-        "best_of": Refused("one choice per prompt is generated.", (1,)),
-        "echo": Refused("the prompt is not repeated in the answer.", (False,)),
         "suffix": Refused("text is only continued, never filled in.", ("",)),
     },
     ignored={"user": "there are no per-user accounts or limits"},

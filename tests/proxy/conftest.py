@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import queue
+import shutil
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +93,54 @@ def tokenizer(model_folder: Path) -> Iterator[ModelTokenizer]:
     loaded = ModelTokenizer.load(str(model_folder))
     yield loaded
     loaded.close()
+
+
+@pytest.fixture(scope="session")
+def families() -> Any:
+    """The module of calls as each family writes them; it is no test, and no package to import from."""
+    return load_families()
+
+
+def load_families() -> Any:
+    if "proxy_families" not in sys.modules:
+        path = Path(__file__).parent / "families.py"
+        spec = importlib.util.spec_from_file_location("proxy_families", path)
+        assert spec and spec.loader
+        module = sys.modules["proxy_families"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["proxy_families"]
+
+
+@pytest.fixture(scope="session")
+def thinker(model_with: Callable[..., ModelTokenizer], families: Any) -> ModelTokenizer:
+    """A model like Qwen3: tools in JSON, and a template that opens the reasoning unless told otherwise."""
+    return model_with(families.template_of(families.FAMILIES["json_tools"], families.THINKING))
+
+
+@pytest.fixture(scope="session")
+def model_with(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., ModelTokenizer]]:
+    """The tiny model with another template, more special tokens, or other settings; one for each variant."""
+    loaded: dict[str, ModelTokenizer] = {}
+
+    def load(template: str, special: Sequence[str] = (), **settings: Any) -> ModelTokenizer:
+        key = repr((template, special, settings))
+        if key not in loaded:
+            folder = tmp_path_factory.mktemp("variant")
+            shutil.copytree(model_folder, folder, dirs_exist_ok=True)
+            (folder / "chat_template.jinja").write_text(template)
+            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            backend.add_special_tokens([AddedToken(name, special=True) for name in special])
+            backend.save(str(folder / "tokenizer.json"))
+            config = json.loads((folder / "tokenizer_config.json").read_text())
+            (folder / "tokenizer_config.json").write_text(json.dumps({**config, **settings}))
+            loaded[key] = ModelTokenizer.load(str(folder))
+        return loaded[key]
+
+    yield load
+    for one in loaded.values():
+        one.close()
 
 
 @pytest.fixture(scope="session")
@@ -317,7 +368,12 @@ def _front_ends(tokenizer: ModelTokenizer, model_folder: Path) -> Iterator[Start
     stops: list[Callable[[], None]] = []
 
     def start(
-        script: Script, *, ready: bool = True, coordinator: dict[str, Any] | None = None, **config: Any
+        script: Script,
+        *,
+        ready: bool = True,
+        coordinator: dict[str, Any] | None = None,
+        model: ModelTokenizer | None = None,
+        **config: Any,
     ) -> Front:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -334,7 +390,7 @@ def _front_ends(tokenizer: ModelTokenizer, model_folder: Path) -> Iterator[Start
             **config,
         }
         scripted = ScriptedCoordinator(script, **(coordinator or {}))
-        thread = _FrontThread(ProxyConfig(**settings), tokenizer, scripted, listener)
+        thread = _FrontThread(ProxyConfig(**settings), model or tokenizer, scripted, listener)
         thread.start()
         stops.append(thread.stop)
         assert thread.serving.wait(DEADLINE_S)

@@ -101,7 +101,7 @@ def test_capabilities_say_what_is_honoured_refused_and_ignored(plain_front: Any)
     assert body["world_size"] == 2
     chat = body["endpoints"]["/v1/chat/completions"]
     assert chat["available"] and "temperature" in chat["fields"]["honoured"]
-    assert "tools" in chat["fields"]["refused"] and "user" in chat["fields"]["ignored"]
+    assert "response_format" in chat["fields"]["refused"] and "user" in chat["fields"]["ignored"]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_mistake_of_our_own_is_a_500_with_the_envelope_and_without_details(
     def broken(*args: Any) -> Any:
         raise ValueError("secret prompt text")
 
-    monkeypatch.setattr("mlx_mesh.proxy.routes.common.usage", broken)
+    monkeypatch.setattr("mlx_mesh.proxy.answers.openai.ChatAnswer.whole", broken)
     response = front.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert "secret" not in response.text

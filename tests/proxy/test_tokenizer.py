@@ -41,7 +41,7 @@ def variant(model_folder: Path, tmp_path: Path) -> Iterator[Variant]:
 def test_the_template_is_rendered_with_the_opening_of_the_assistants_turn(tokenizer: ModelTokenizer) -> None:
     text = tokenizer.render([{"role": "user", "content": "hi"}])
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    ids = asyncio.run(tokenizer.encode_chat([{"role": "user", "content": "hi"}], limit=0))
+    ids = asyncio.run(tokenizer.encode_chat([{"role": "user", "content": "hi"}], limit=0)).ids
     assert ids[0] == tokenizer.special_token_id("<|im_start|>")
     assert ids.count(1) == 2 and ids.count(2) == 1  # markers are tokens, and nothing was put around
 

@@ -1,0 +1,1 @@
+"""Common pieces in, one dialect's events and answers out: one file for each dialect."""

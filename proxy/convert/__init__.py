@@ -1,0 +1,1 @@
+"""From each dialect's request to one common request, and from that to sequences."""

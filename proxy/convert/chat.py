@@ -1,0 +1,46 @@
+"""/v1/chat/completions as a common request."""
+
+from __future__ import annotations
+
+import uuid
+
+from mlx_mesh.proxy.convert.common import ChatJob
+from mlx_mesh.proxy.convert.sampling import sampling_params
+from mlx_mesh.proxy.convert.thinking import budget, template_options
+from mlx_mesh.proxy.convert.tools import read_tools, wants_tools
+from mlx_mesh.proxy.convert.turns import template_message
+from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.schemas.chat import ChatRequest
+from mlx_mesh.proxy.services import Services
+
+
+def chat_job(services: Services, body: ChatRequest) -> ChatJob:
+    """Raises ApiError 400 naming the field."""
+    tokenizer = services.tokenizer
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+    may_call = wants_tools(body.tool_choice)
+    tools = read_tools(tokenizer, body.tools or ())
+    strip = services.config.strip_thinking if body.strip_thinking is None else body.strip_thinking
+    return ChatJob(
+        id=f"chatcmpl-{uuid.uuid4().hex}",
+        messages=[
+            template_message(message, f"messages[{at}]", tokenizer)
+            for at, message in enumerate(body.messages)
+        ],
+        sampling=sampling_params(body, tokenizer.vocab_size),
+        max_tokens=body.token_limit,
+        stop_strings=body.stop_strings,
+        num_logprobs=body.num_logprobs,
+        num_choices=body.n or 1,
+        tools=tools if may_call else (),
+        one_call=body.parallel_tool_calls is False,
+        template_options=template_options(
+            tokenizer,
+            enable_thinking=body.enable_thinking,
+            effort=body.reasoning_effort,
+            more=body.chat_template_kwargs,
+        ),
+        strip_thinking=strip,
+        thinking_budget=budget(tokenizer, body.thinking_limit, "thinking_budget"),
+    )

@@ -1,0 +1,172 @@
+"""The common request behind every dialect, and the sequences that it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
+from mlx_mesh.proxy.assembler import NewSequence
+from mlx_mesh.proxy.errors import ApiError, invalid
+from mlx_mesh.proxy.markup import Markup, Region
+from mlx_mesh.proxy.services import Services
+from mlx_mesh.proxy.tokenizer import PromptTooLong
+
+CLAMPED_HEADER = "x-mlx-mesh-max-tokens-clamped"
+
+UNKNOWN_CONTEXT_MAX_TOKENS = 4096
+"""The default of max_tokens for a model that does not say how long its context is."""
+
+MAX_SEQUENCES = 64
+"""Sequences of one request: prompts times choices."""
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the choices of a request never share a seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """How to generate, whatever the prompt."""
+
+    id: str
+    sampling: SamplingParams
+    max_tokens: int | None = None  # None = what the context leaves
+    stop_strings: tuple[str, ...] = ()
+    num_logprobs: int | None = None
+    num_choices: int = 1  # of each prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatJob(Sequences):
+    """A conversation to answer. `messages` and `tools` as chat templates read them."""
+
+    messages: list[dict[str, Any]]
+    tools: tuple[dict[str, Any], ...] = ()
+    one_call: bool = False
+    template_options: dict[str, Any] = field(default_factory=dict)
+    strip_thinking: bool = False
+    thinking_budget: int | None = None
+    param: str = "messages"  # the field that errors about the prompt name
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All sequences of one HTTP request; `headers` tell the client of a clamp."""
+
+    id: str
+    sequences: tuple[NewSequence, ...]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
+    """Raises ApiError and the tokenizer's errors."""
+    tokenizer = services.tokenizer
+    options = dict(job.template_options)
+    if job.tools:
+        options["tools"] = list(job.tools)
+    limit = services.client.readiness.context_length
+    try:
+        encoded = await tokenizer.encode_chat(job.messages, limit=limit, template_options=options)
+    except PromptTooLong as error:
+        raise too_long(error.at_least, limit, job.param) from error
+    markup = tokenizer.markup
+    thinking_end_ids: tuple[int, ...] = ()
+    if job.thinking_budget is not None and markup.think_end:
+        thinking_end_ids = tokenizer.plain_ids(f"\n{markup.think_end}\n\n")
+    return prepare(
+        services,
+        job,
+        [encoded.ids],
+        job.param,
+        NewSequence(
+            request=GenerateRequest(id="", prompt_ids=(), max_tokens=0),
+            markup=markup,
+            region=encoded.region,
+            tools=job.tools,
+            one_call=job.one_call,
+            strip_thinking=job.strip_thinking,
+            thinking_budget=job.thinking_budget if thinking_end_ids else None,
+            thinking_end_ids=thinking_end_ids,
+        ),
+    )
+
+
+PLAIN = NewSequence(
+    request=GenerateRequest(id="", prompt_ids=(), max_tokens=0), markup=Markup(), region=Region.ANSWER
+)
+"""Text without tags."""
+
+
+def prepare(
+    services: Services,
+    job: Sequences,
+    prompts: Sequence[tuple[int, ...]],
+    param: str,
+    like: NewSequence = PLAIN,
+    continues_prompt: bool = False,
+) -> Prepared:
+    """The sequences of all prompts, each prompt's choices side by side. Raises ApiError 400."""
+    num_sequences = len(prompts) * job.num_choices
+    if num_sequences > MAX_SEQUENCES:
+        raise invalid(
+            f"At most {MAX_SEQUENCES} answers to one request; this asks for {num_sequences}.", param="n"
+        )
+    special = [services.tokenizer.special_token_id(stop) for stop in job.stop_strings]
+    end_ids = dict.fromkeys((*services.tokenizer.end_token_ids, *(i for i in special if i is not None)))
+    context_length = services.client.readiness.context_length
+    headers: dict[str, str] = {}
+    sequences: list[NewSequence] = []
+    for prompt_ids in prompts:
+        max_tokens = token_budget(len(prompt_ids), job.max_tokens, context_length, param)
+        if job.max_tokens is not None and max_tokens < job.max_tokens:
+            headers[CLAMPED_HEADER] = str(max_tokens)
+        for choice in range(job.num_choices):
+            request = GenerateRequest(
+                id=job.id if num_sequences == 1 else f"{job.id}-{len(sequences)}",
+                prompt_ids=prompt_ids,
+                max_tokens=max_tokens,
+                sampling=_of_choice(job.sampling, choice),
+                stop_token_ids=tuple(end_ids),
+                logprobs=job.num_logprobs,
+            )
+            sequences.append(
+                dataclasses.replace(
+                    like,
+                    request=request,
+                    stop_strings=job.stop_strings,
+                    prompt_tail=prompt_ids if continues_prompt else (),
+                    shares_prompt=choice > 0,
+                )
+            )
+    return Prepared(job.id, tuple(sequences), headers)
+
+
+def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """The first choice is the answer that there would be with n = 1; the others draw differently."""
+    if choice == 0:
+        return sampling
+    seed = (sampling.seed + choice * _SEED_STRIDE) & (2**63 - 1)
+    return msgspec.structs.replace(sampling, seed=seed)
+
+
+def token_budget(num_prompt: int, wanted: int | None, context_length: int, param: str) -> int:
+    """How many tokens may be generated: what was asked for, within the context. `context_length` 0 =
+    unknown. Raises ApiError 400 when not even one fits."""
+    if context_length <= 0:
+        return wanted or UNKNOWN_CONTEXT_MAX_TOKENS
+    left = context_length - num_prompt
+    if left < 1:
+        raise too_long(num_prompt, context_length, param)
+    return left if wanted is None else min(wanted, left)
+
+
+def too_long(num_prompt: int, context_length: int, param: str) -> ApiError:
+    return invalid(
+        f"This model's maximum context length is {context_length} tokens, and the prompt has {num_prompt} or "
+        "more; at least one more is needed for the answer. Shorten the prompt.",
+        param=param,
+        code="context_length_exceeded",
+    )

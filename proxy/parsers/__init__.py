@@ -1,0 +1,1 @@
+"""Tool parsers that mlx-lm does not have, with its interface."""
