@@ -207,7 +207,7 @@ def test_a_mistake_of_our_own_is_a_500_with_the_envelope_and_without_details(
     response = front.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert "secret" not in response.text
-    monkeypatch.setattr("mlx_mesh.proxy.streaming.usage", broken)
+    monkeypatch.setattr("mlx_mesh.proxy.answers.openai.ChatAnswer.closing", broken)
     with front.http.stream(
         "POST", CHAT, json={**USER, "stream": True, "stream_options": {"include_usage": True}}
     ) as stream:
