@@ -14,7 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_mesh.mesh.errors import MeshError
 from mlx_mesh.proxy.auth import Guard
 from mlx_mesh.proxy.errors import ApiError, to_api_error
-from mlx_mesh.proxy.routes import cancel, capabilities, chat, cluster, completions, health, models
+from mlx_mesh.proxy.routes import (
+    cancel,
+    capabilities,
+    chat,
+    cluster,
+    completions,
+    health,
+    messages,
+    models,
+)
 from mlx_mesh.proxy.services import Services
 
 WORLD_SIZE_HEADER = "x-mlx-mesh-world-size"
@@ -23,7 +32,7 @@ REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 _ROUTERS = tuple(
-    module.router for module in (chat, completions, cancel, models, health, cluster, capabilities)
+    module.router for module in (chat, completions, messages, cancel, models, health, cluster, capabilities)
 )
 
 

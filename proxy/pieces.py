@@ -89,3 +89,24 @@ def collect(pieces: Iterable[Piece]) -> Collected:
                 end = piece
     assert end is not None, "a sequence ended without a finish_reason"
     return Collected("".join(text), "".join(reasoning), tuple(calls), tuple(tokens), end)
+
+
+Block = tuple[type[TextPiece] | type[ReasoningPiece], str] | ToolCall
+
+
+def blocks_of(pieces: Iterable[Piece]) -> list[Block]:
+    """Text, reasoning and calls in their order, neighbours of a kind joined."""
+    blocks: list[Block] = []
+    for piece in pieces:
+        match piece:
+            case CallPiece():
+                blocks.append(piece.call)
+            case TextPiece() | ReasoningPiece() if piece.text:
+                last = blocks[-1] if blocks else None
+                if isinstance(last, tuple) and last[0] is type(piece):
+                    blocks[-1] = (last[0], last[1] + piece.text)
+                else:
+                    blocks.append((type(piece), piece.text))
+            case _:
+                pass
+    return blocks

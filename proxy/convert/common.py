@@ -11,10 +11,11 @@ import msgspec
 
 from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
 from mlx_mesh.proxy.assembler import NewSequence
+from mlx_mesh.proxy.convert.tool_turns import for_template
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.markup import Markup, Region
 from mlx_mesh.proxy.services import Services
-from mlx_mesh.proxy.tokenizer import PromptTooLong
+from mlx_mesh.proxy.tokenizer import EncodedChat, PromptTooLong
 
 CLAMPED_HEADER = "x-mlx-mesh-max-tokens-clamped"
 
@@ -49,6 +50,7 @@ class ChatJob(Sequences):
     template_options: dict[str, Any] = field(default_factory=dict)
     strip_thinking: bool = False
     thinking_budget: int | None = None
+    continues_last: bool = False  # the answer goes on with the last, an assistant's turn
     param: str = "messages"  # the field that errors about the prompt name
 
 
@@ -64,12 +66,9 @@ class Prepared:
 async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
     """Raises ApiError and the tokenizer's errors."""
     tokenizer = services.tokenizer
-    options = dict(job.template_options)
-    if job.tools:
-        options["tools"] = list(job.tools)
     limit = services.client.readiness.context_length
     try:
-        encoded = await tokenizer.encode_chat(job.messages, limit=limit, template_options=options)
+        encoded = await encode_job(services, job, limit)
     except PromptTooLong as error:
         raise too_long(error.at_least, limit, job.param) from error
     markup = tokenizer.markup
@@ -92,6 +91,18 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
             thinking_end_ids=thinking_end_ids,
         ),
     )
+
+
+async def encode_job(services: Services, job: ChatJob, limit: int = 0) -> EncodedChat:
+    """The prompt's tokens. Raises PromptTooLong for a limit other than 0, and the tokenizer's errors."""
+    tokenizer = services.tokenizer
+    options = dict(job.template_options)
+    if job.tools:
+        options["tools"] = list(job.tools)
+    if job.continues_last:
+        options |= {"add_generation_prompt": False, "continue_final_message": True}
+    messages = for_template(job.messages, tokenizer)
+    return await tokenizer.encode_chat(messages, limit=limit, template_options=options)
 
 
 PLAIN = NewSequence(

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from mlx_mesh.mesh.messages import SamplingParams
 from mlx_mesh.proxy.errors import invalid
-from mlx_mesh.proxy.schemas.common import SamplingFields
+from mlx_mesh.proxy.schemas.common import CoreSampling
 
 T = TypeVar("T")
 
 
-def sampling_params(body: SamplingFields, vocab_size: int) -> SamplingParams:
+def sampling_params(body: CoreSampling, vocab_size: int) -> SamplingParams:
     """OpenAI's defaults where nothing is given, and a random seed. Raises ApiError 400."""
     defaults = SamplingParams()
     temperature = given(body.temperature, defaults.temperature)

@@ -14,6 +14,7 @@ from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS, MAX_PROMPTS
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
+from mlx_mesh.proxy.schemas.messages import MESSAGES_FIELDS
 
 router = APIRouter()
 
@@ -41,6 +42,12 @@ async def capabilities(request: Request) -> Response:
                     "reason": "",
                     "stream": True,
                     "fields": _fields(COMPLETION_FIELDS),
+                },
+                "/v1/messages": {
+                    "available": not template_error,
+                    "reason": template_error,
+                    "stream": True,
+                    "fields": _fields(MESSAGES_FIELDS),
                 },
             },
             "features": {

@@ -26,13 +26,11 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # accepted: padding against traffic analysis is not sent
 
 
-class SamplingFields(Strict):
-    """OpenAI's ranges; top_k, min_p and repetition_penalty as in mlx-lm."""
+class CoreSampling(Strict):
+    """What every dialect of ours takes. OpenAI's ranges; top_k, min_p and repetition_penalty as in mlx-lm."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=-1)
@@ -43,6 +41,13 @@ class SamplingFields(Strict):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+
+
+class SamplingFields(CoreSampling):
+    """The two completions endpoints."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
 
     @property
