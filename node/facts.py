@@ -24,6 +24,7 @@ import msgspec
 from mlx_mesh.mesh.capacity import mac_usable_bytes
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.types import HostFacts, Versions
+from mlx_mesh.node.hub import locate, parse_hub_id
 
 _SYSCTL_S = 5.0
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
@@ -82,7 +83,8 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def resolve_model(model: str) -> Path:
-    """The folder of a model: a local folder (`~` expanded), or a hub id that is already in the local cache.
+    """The folder of a model: a local folder (`~` expanded), or that of a hub id, `org/name` or
+    `org/name@revision`, whose weights may be fetched later.
 
     Raises PreflightError that says what was looked for and how to get it.
     """
@@ -91,17 +93,10 @@ def resolve_model(model: str) -> Path:
         if not (folder / "config.json").is_file():
             raise PreflightError(f"{folder} has no config.json: it is not a model folder.")
         return folder.resolve()
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    hub_id = parse_hub_id(model)
+    if hub_id is None:
         raise PreflightError(f"the model folder {folder} does not exist on {socket.gethostname()}.")
-    from huggingface_hub import try_to_load_from_cache  # slow to import, and most models are folders
-
-    config = try_to_load_from_cache(model, "config.json")
-    if not isinstance(config, str):
-        raise PreflightError(
-            f"the model {model} is neither a folder nor in the hub cache of {socket.gethostname()}. "
-            f"Fetch it there first: hf download {model}"
-        )
-    return Path(config).parent
+    return locate(*hub_id)
 
 
 def digest_model(folder: Path) -> str:
@@ -113,9 +108,9 @@ def digest_model(folder: Path) -> str:
     digest = hashlib.sha256()
     try:
         digest.update((folder / "config.json").read_bytes())
-        weights = sorted(folder.glob("*.safetensors"))
+        weights = sorted(folder.glob("model*.safetensors"))
         if not weights:
-            raise PreflightError(f"{folder} has no *.safetensors files: there is nothing to load.")
+            raise PreflightError(f"{folder} has no model*.safetensors files: there is nothing to load.")
         present = {path.name for path in weights}
         index = folder / "model.safetensors.index.json"
         if index.is_file():

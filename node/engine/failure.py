@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mlx_mesh.mesh.errors import BringUpError, MeshError, PlacementError, ProtocolError, SettingsError
+from mlx_mesh.mesh.errors import (
+    BringUpError,
+    MeshError,
+    PlacementError,
+    PreflightError,
+    ProtocolError,
+    SettingsError,
+)
 
 FailureKind = Literal["config", "memory", "peer_lost", "stray_peer", "bind", "version", "internal"]
 
@@ -48,7 +55,7 @@ def describe(error: BaseException) -> tuple[FailureKind, str]:
     text = str(error) or type(error).__name__
     if isinstance(error, EngineError):
         return error.kind, text
-    if isinstance(error, (PlacementError, SettingsError)):
+    if isinstance(error, (PlacementError, PreflightError, SettingsError)):
         return "config", text
     if isinstance(error, BringUpError):  # a checked exchange went wrong
         return "stray_peer", text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.scheduler import Scheduler
 from mlx_mesh.node.engine.shard import LoadedShard, check_cuts, load_shard
+from mlx_mesh.node.hub import fetch_for_layers
 
 PREFILL_STEP_SIZE = {Sharding.NONE: 2048, Sharding.TENSOR: 2048, Sharding.PIPELINE: 512}
 """Tokens of one prefill chunk when Load does not say. A pipeline wants several chunks under way at once."""
@@ -98,6 +100,14 @@ def load(
     limit_bytes = placement.shards[config.rank].memory_limit_bytes
     if limit_bytes:
         mx.set_memory_limit(limit_bytes)
+    here = placement.shards[config.rank]
+    fetch_for_layers(
+        Path(command.model),
+        placement.num_layers,
+        here.start_layer,
+        here.end_layer,
+        lambda done, total: reporter.progress(0, placement.num_layers),
+    )
     shard = load_shard(
         command.model, placement, config.rank, group.exchange, reporter.progress, reporter.entered_layer
     )
