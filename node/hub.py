@@ -217,8 +217,11 @@ def _read_header(repo: str, commit: str, name: str, size: int) -> bytes:
 def _read_range(repo: str, commit: str, name: str, start: int, end: int) -> bytes:
     """Bytes [start, end). A server that ignores the range is not read further."""
     from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
-    from huggingface_hub.utils._http import get_session, hf_raise_for_status
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
 
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}"}
     session: Any = get_session()
@@ -271,16 +274,16 @@ def _download(record: HubFolder, name: str, on_bytes: Callable[[int], None]) -> 
     """One file into the hub's cache. `on_bytes` is told now and then, but only when more has come, so that a
     stalled download is one that says nothing."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     lock, come = threading.Lock(), 0
 
-    class Counter(tqdm):  # type: ignore[misc]
+    class Counter(tqdm):
         """Shows nothing and counts."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
-            super().__init__(*args, **{**kwargs, "disable": True})
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal come
