@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from mlx_mesh.mesh.errors import AlreadyRunningError, MeshError
 from mlx_mesh.node.processes import ProcessId, identify, is_alive, kill_and_wait
 
 _KILL_S = 5.0
+_RETRY_S = 0.05
+CLAIM_S = 20.0
+"""How long an agent waits for others of this user that are starting on this host."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +65,8 @@ class RunFile:
         path = folder / f"agent-{safe_name(host)}.json"
         me = identify(os.getpid())
         assert me is not None
-        with _alone_in(folder):
+        # The folder of the mesh itself is what the launcher locks, on a host that has both.
+        with _alone_in(folder.parent):
             notes = _end_leftovers(path)
             run_file = cls(path, RunRecord(mesh=mesh, run_id=run_id, host=host, agent=me))
             run_file._write()
@@ -101,13 +106,29 @@ class RunFile:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """One agent at a time looks for leftovers and takes its file; it waits for the other's few seconds."""
-    fd = os.open(folder, os.O_RDONLY)
+    """One agent at a time looks for leftovers and takes its file; it waits for the other's few seconds.
+    Raises MeshError after CLAIM_S."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    until = time.monotonic() + CLAIM_S
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        while not _try_lock(fd):
+            if time.monotonic() > until:
+                raise MeshError(
+                    f"{folder} is locked by another agent for over {CLAIM_S:g} s. See which one with "
+                    f"`fuser {folder}` and end it."
+                )
+            time.sleep(_RETRY_S)
         yield
     finally:
         os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _end_leftovers(path: Path) -> list[str]:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 NUM_TOKENS = 64
@@ -52,6 +53,17 @@ def stream(mesh: Any, prompt: str, temperature: float) -> tuple[Tokens, int]:
     return tokens, length
 
 
+def check_peaks(mesh: Any) -> None:
+    """Loading took at most the planned bytes, 20 % more, and 250 MB for the process itself (Linux only)."""
+    status = httpx.get(f"{mesh.url}/v1/cluster/status", timeout=10).json()
+    planned = {shard["rank"]: shard["weights_bytes"] for shard in status["plan"]["shards"]}
+    for rank in httpx.get(f"{mesh.url}/v1/cluster/nodes", timeout=10).json()["ranks"]:
+        process = Path(f"/proc/{rank['engine_pid']}/status")
+        if process.is_file():
+            (peak,) = (line.split()[1] for line in process.read_text().splitlines() if "VmHWM" in line)
+            assert int(peak) * 1024 <= planned[rank["rank"]] * 1.2 + 250e6, rank
+
+
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
 def test_64_tokens_are_the_same_at_every_world_size_and_split(
@@ -64,6 +76,7 @@ def test_64_tokens_are_the_same_at_every_world_size_and_split(
     for split, arguments in SPLITS.items():
         extra = (str(uneven),) if "uneven" in split else ()
         with start_mesh(*arguments, *extra, "--model", str(smollm2)) as mesh:
+            check_peaks(mesh)
             alone[split], length = stream(mesh, LONG, 0.0)
             assert length == NUM_TOKENS == len(alone[split])
             with ThreadPoolExecutor(len(BATCH)) as pool:
