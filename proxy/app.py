@@ -23,6 +23,7 @@ from mlx_mesh.proxy.routes import (
     health,
     messages,
     models,
+    responses,
 )
 from mlx_mesh.proxy.services import Services
 
@@ -32,7 +33,8 @@ REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 _ROUTERS = tuple(
-    module.router for module in (chat, completions, messages, cancel, models, health, cluster, capabilities)
+    module.router
+    for module in (chat, completions, messages, responses, cancel, models, health, cluster, capabilities)
 )
 
 

@@ -10,6 +10,7 @@ from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, not_ready
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.open_answers import OpenAnswers
+from mlx_mesh.proxy.response_store import ResponseStore
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
 ANY_MODEL = "local"
@@ -24,6 +25,7 @@ class Services:
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
     open_answers: OpenAnswers = field(default_factory=OpenAnswers)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     @property
     def fingerprint(self) -> str:

@@ -15,8 +15,17 @@ from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS, MAX_PROMPTS
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
 from mlx_mesh.proxy.schemas.messages import MESSAGES_FIELDS
+from mlx_mesh.proxy.schemas.responses import RESPONSES_FIELDS
 
 router = APIRouter()
+
+_ENDPOINTS = (
+    ("/v1/chat/completions", True, CHAT_FIELDS),
+    ("/v1/completions", False, COMPLETION_FIELDS),
+    ("/v1/responses", True, RESPONSES_FIELDS),
+    ("/v1/messages", True, MESSAGES_FIELDS),
+)
+"""Path, whether it needs a chat template, and its fields."""
 
 
 @router.get("/v1/capabilities")
@@ -31,24 +40,13 @@ async def capabilities(request: Request) -> Response:
             # Nothing in this version depends on the world size; what comes to do so is listed here.
             "differences_by_world_size": [],
             "endpoints": {
-                "/v1/chat/completions": {
-                    "available": not template_error,
-                    "reason": template_error,
+                path: {
+                    "available": not (template_error and needs_template),
+                    "reason": template_error if needs_template else "",
                     "stream": True,
-                    "fields": _fields(CHAT_FIELDS),
-                },
-                "/v1/completions": {
-                    "available": True,
-                    "reason": "",
-                    "stream": True,
-                    "fields": _fields(COMPLETION_FIELDS),
-                },
-                "/v1/messages": {
-                    "available": not template_error,
-                    "reason": template_error,
-                    "stream": True,
-                    "fields": _fields(MESSAGES_FIELDS),
-                },
+                    "fields": _fields(policy),
+                }
+                for path, needs_template, policy in _ENDPOINTS
             },
             "features": {
                 "streaming": True,

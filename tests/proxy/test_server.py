@@ -25,6 +25,7 @@ from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
 from mlx_mesh.proxy.schemas.messages import COUNT_FIELDS, MESSAGES_FIELDS
+from mlx_mesh.proxy.schemas.responses import RESPONSES_FIELDS
 
 IdsOf = Callable[[str], list[int]]
 CHAT = "/v1/chat/completions"
@@ -122,7 +123,7 @@ def test_every_field_of_openais_schema_has_exactly_one_fate(policy: FieldPolicy,
 def test_the_documentation_names_every_field_and_header() -> None:
     text = API_DOC.read_text()
     named = set(re.findall(r"`([a-z_]+)`", text))
-    for policy in (CHAT_FIELDS, COMPLETION_FIELDS, MESSAGES_FIELDS, COUNT_FIELDS):
+    for policy in (CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS, MESSAGES_FIELDS, COUNT_FIELDS):
         assert {*policy.honoured, *policy.refused, *policy.ignored} <= named
     for header in ("x-mlx-mesh-world-size", "x-mlx-mesh-max-tokens-clamped", "x-request-id"):
         assert f"`{header}`" in text

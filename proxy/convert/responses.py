@@ -1,0 +1,188 @@
+"""/v1/responses as a common request: items become turns."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_mesh.proxy.convert.common import ChatJob
+from mlx_mesh.proxy.convert.sampling import sampling_params
+from mlx_mesh.proxy.convert.thinking import template_options
+from mlx_mesh.proxy.convert.tools import function_tool, require_tools, wants_tools
+from mlx_mesh.proxy.convert.turns import earlier_reasoning, join_text, with_arguments_read
+from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.schemas.responses import ResponsesRequest
+from mlx_mesh.proxy.services import Services
+from mlx_mesh.proxy.tokenizer import ModelTokenizer
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_INCLUDES = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""Known; apart from the first they ask for parts of items that are never made here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesJob:
+    """`turns`: the conversation without instructions; `items`: the input as a list of items."""
+
+    job: ChatJob
+    turns: list[dict[str, Any]]
+    items: list[dict[str, Any]]
+
+
+def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
+    """Raises ApiError 400 naming the field."""
+    tokenizer = services.tokenizer
+    earlier: list[dict[str, Any]] = []
+    if body.previous_response_id is not None:
+        stored = services.responses.get(body.previous_response_id)
+        if stored is None:
+            raise invalid(
+                f"There is no response '{body.previous_response_id[:80]}' here; send the whole conversation.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        earlier = stored.turns
+    _check(body)
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    turns = [*earlier, *item_turns(tokenizer, items)]
+    if not turns:
+        raise invalid("'input' has no items.", param="input")
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    job = ChatJob(
+        id=f"resp_{uuid.uuid4().hex}",
+        messages=[*system, *turns],
+        sampling=sampling_params(body, tokenizer.vocab_size),
+        max_tokens=body.max_output_tokens,
+        num_logprobs=body.num_logprobs,
+        tools=_tools(tokenizer, body),
+        one_call=body.parallel_tool_calls is False,
+        template_options=template_options(
+            tokenizer, effort=_effort(body.reasoning or {}), effort_param="reasoning.effort"
+        ),
+        strip_thinking=services.config.strip_thinking,
+        param="input",
+    )
+    return ResponsesJob(job, turns, items)
+
+
+def _check(body: ResponsesRequest) -> None:
+    text = body.text or {}
+    if text.get("format") not in (None, {"type": "text"}):
+        raise invalid(
+            "'text.format' is not supported here: output is not constrained; only plain text.",
+            param="text.format",
+            code="unsupported_parameter",
+        )
+    if text.get("verbosity") not in (None, "medium"):
+        raise invalid(
+            "'text.verbosity' is not supported here: the model has no such setting.",
+            param="text.verbosity",
+            code="unsupported_parameter",
+        )
+    for at, name in enumerate(body.include or ()):
+        if name not in _INCLUDES:
+            raise invalid(f"Invalid 'include[{at}]'.", param=f"include[{at}]")
+
+
+def _effort(reasoning: dict[str, Any]) -> str | None:
+    """`summary` asks for less than is given: the reasoning itself is in the answer."""
+    effort = reasoning.get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise invalid("Invalid 'reasoning.effort'.", param="reasoning.effort")
+    return effort
+
+
+def _tools(tokenizer: ModelTokenizer, body: ResponsesRequest) -> tuple[dict[str, Any], ...]:
+    may_call = wants_tools(body.tool_choice)
+    if body.tools:
+        require_tools(tokenizer, "tools")
+    tools = []
+    for at, tool in enumerate(body.tools or ()):
+        if tool.get("type") != "function":
+            raise invalid(
+                f"'tools[{at}].type' is {str(tool.get('type'))[:40]!r}; only tools of type 'function' are "
+                "supported here.",
+                param=f"tools[{at}].type",
+                code="unsupported_parameter",
+            )
+        tools.append(function_tool(tool, f"tools[{at}]"))
+    return tuple(tools) if may_call else ()
+
+
+# ---------------------------------------------------------------- items
+
+
+def item_turns(tokenizer: ModelTokenizer, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An assistant's reasoning, text and calls are several items and one turn. Raises ApiError 400."""
+    turns: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for at, item in enumerate(items):
+        param = f"input[{at}]"
+        match item.get("type", "message"):
+            case "message":
+                turns.append(_message(item, param))
+            case "reasoning":
+                thoughts += [
+                    str(part.get("text") or "")
+                    for part in (item.get("content") or item.get("summary") or ())
+                    if isinstance(part, dict)
+                ]
+                continue
+            case "function_call":
+                _add_call(turns, item, param)
+            case "function_call_output":
+                text = join_text(_parts(item.get("output"), f"{param}.output"), f"{param}.output")
+                turns.append({"role": "tool", "content": text, "tool_call_id": str(item.get("call_id", ""))})
+            case other:
+                raise invalid(
+                    f"'{param}.type' is {str(other)[:40]!r}, which is not supported here.",
+                    param=f"{param}.type",
+                    code="unsupported_parameter",
+                )
+        if thoughts and turns[-1]["role"] == "assistant":
+            turns[-1] |= earlier_reasoning("\n".join(thoughts), tokenizer)
+            thoughts = []
+    return turns
+
+
+def _message(item: dict[str, Any], param: str) -> dict[str, Any]:
+    role = _ROLES.get(item.get("role", ""))
+    if role is None:
+        raise invalid(f"Invalid '{param}.role': {', '.join(_ROLES)}.", param=f"{param}.role")
+    content = _parts(item.get("content"), f"{param}.content")
+    return {"role": role, "content": join_text(content, f"{param}.content")}
+
+
+def _parts(content: Any, param: str) -> str | list[dict[str, Any]] | None:
+    if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
+        raise invalid(f"Invalid '{param}': a string or a list of parts.", param=param)
+    if content is not None and not isinstance(content, str | list):
+        raise invalid(f"Invalid '{param}': a string or a list of parts.", param=param)
+    return content
+
+
+def _add_call(turns: list[dict[str, Any]], item: dict[str, Any], param: str) -> None:
+    name, arguments = item.get("name"), item.get("arguments", "{}")
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise invalid(f"Invalid '{param}': a function_call has a name and arguments as text.", param=param)
+    call = with_arguments_read(
+        {
+            "id": str(item.get("call_id", "")),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+    )
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": ""})
+    turns[-1].setdefault("tool_calls", []).append(call)
