@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO, cast
 
 from mlx_mesh import __version__
+from mlx_mesh.launcher import plan_command
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.chat import Chat, ChatSettings, ask_once, converse
 from mlx_mesh.launcher.config import (
@@ -24,6 +25,7 @@ from mlx_mesh.launcher.config import (
 )
 from mlx_mesh.launcher.console import Console, prefix
 from mlx_mesh.launcher.detach import Outcome, RotatingLog, detach, tell
+from mlx_mesh.launcher.plan_command import PlanQuestion
 from mlx_mesh.launcher.running import api_of, find_folder, read_logs, take_down
 from mlx_mesh.launcher.state import StateFolder, already_running, state_root
 from mlx_mesh.launcher.status import status_lines
@@ -31,6 +33,7 @@ from mlx_mesh.launcher.text import harmless
 from mlx_mesh.launcher.up import dry_run, up
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.hostfile_words import MPI_REASON
+from mlx_mesh.mesh.links import LINKS
 from mlx_mesh.mesh.types import Backend, Sharding
 
 Arguments = argparse.Namespace
@@ -222,6 +225,26 @@ def _chat(arguments: Arguments) -> int:
     return ExitCode.OK
 
 
+def _plan(arguments: Arguments) -> int:
+    question = PlanQuestion(
+        model=arguments.model,
+        hostfile=arguments.hostfile,
+        num_nodes=arguments.nodes,
+        memory=arguments.memory,
+        chip=arguments.chip,
+        link=arguments.link,
+        context=arguments.context,
+        num_sequences=arguments.sequences,
+        revision=arguments.revision,
+        is_offline=arguments.offline,
+        ssh_config=arguments.ssh_config,
+    )
+    found = plan_command.answer(question, os.environ)
+    for line in [plan_command.as_json(found)] if arguments.json else plan_command.lines(found):
+        print(line)
+    return ExitCode.PLACEMENT if plan_command.problems(found) else ExitCode.OK
+
+
 # ---------------------------------------------------------------- the words
 
 
@@ -252,6 +275,20 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = command("serve", _serve, "Serve a model from this machine alone.")
     _add_launch_flags(serve)
+
+    plan = command("plan", _plan, "Show where a model fits and how fast it would be. Loads nothing.")
+    plan.add_argument("model", metavar="MODEL", help="folder or hub id")
+    plan.add_argument("hostfile", nargs="?", help="ask these hosts what they have")
+    plan.add_argument("--nodes", type=int, metavar="N", help="so many hosts instead")
+    plan.add_argument("--memory", default="", metavar="SIZES", help="of each: 64GB, or 128GB,64GB")
+    plan.add_argument("--chip", default="", metavar="CHIPS", help="of each: 'M4 Max', or 'M3 Ultra,M4 Max'")
+    plan.add_argument("--link", default="", metavar="LINK", help=f"between hosts: {', '.join(LINKS)}")
+    plan.add_argument("--context", default="4096", metavar="TOKENS", help="like 32k (default 4096)")
+    plan.add_argument("--sequences", type=int, default=4, metavar="N", help="at the same time (default 4)")
+    plan.add_argument("--revision", default="", help="of a hub model: branch, tag or commit")
+    plan.add_argument("--offline", action="store_true", help="ask no hub")
+    plan.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
+    plan.add_argument("--json", action="store_true", help="machine-readable")
 
     down = command("down", _down, "Stop a mesh.")
     status = command("status", _status, "Show a running mesh and its ranks.")

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from mlx_mesh.launcher.config import LaunchConfig, plan_size
+from mlx_mesh.launcher.measured import read_measurements
 from mlx_mesh.launcher.preflight import ReadyHost
-from mlx_mesh.launcher.remote import CommandTimeout, run
+from mlx_mesh.launcher.remote import CommandTimeout, RemoteHost, run
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
-from mlx_mesh.mesh.placement import HostCapacity, PlacementRequest, PlanRow, plan_placement, plan_rows
+from mlx_mesh.mesh.measurements import Measurements, rates_of, slowest_link
+from mlx_mesh.mesh.placement import (
+    HostCapacity,
+    PlacementRequest,
+    PlanRow,
+    plan_placement,
+    plan_rows,
+    predict,
+)
+from mlx_mesh.mesh.survey import hosts_that_hold_all
 from mlx_mesh.mesh.types import Placement
 
 INSPECT_TIMEOUT_S = 120.0
@@ -22,35 +33,71 @@ INSPECT_TIMEOUT_S = 120.0
 class Plan:
     placement: Placement
     rows: tuple[PlanRow, ...]
+    notes: tuple[str, ...] = ()  # predicted speed, and what else is worth knowing
 
 
 def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
     """Raises PlacementError with the reason and the valid choices; nothing was loaded then."""
-    context, sequences = plan_size(config)
-    request = PlacementRequest(sharding=config.sharding, context_tokens=context, num_sequences=sequences)
+    measurements = read_measurements(os.environ)
+    request = request_of(config, hosts, measurements)
     footprint = read_footprint(hosts[0])
-    placement = plan_placement(footprint, [capacity_of(host) for host in hosts], request)
-    return Plan(placement, plan_rows(placement, footprint, request))
+    capacities = [capacity_of(host, measurements) for host in hosts]
+    placement = plan_placement(footprint, capacities, request)
+    notes = []
+    predicted = predict(placement, footprint, capacities, request)
+    if predicted is not None:
+        prefill = (
+            f", prefill {predicted.prefill_tokens_per_s:.0f}" if predicted.prefill_ns else ", prefill unknown"
+        )
+        notes.append(
+            f"predicted for one request: decode {predicted.decode_tokens_per_s:.1f}{prefill} tokens/s"
+        )
+    if len(hosts) > 1 and (whole := hosts_that_hold_all(footprint, capacities, request)):
+        notes.append(
+            f"it fits on one host: {', '.join(whole)} could serve it alone, without a link to wait for"
+        )
+    return Plan(placement, plan_rows(placement, footprint, request), tuple(notes))
 
 
-def capacity_of(host: ReadyHost) -> HostCapacity:
+def request_of(
+    config: LaunchConfig, hosts: Sequence[ReadyHost], measurements: Measurements
+) -> PlacementRequest:
+    """What the coordinator will ask for."""
+    context, sequences = plan_size(config)
+    return PlacementRequest(
+        sharding=config.sharding,
+        context_tokens=context,
+        num_sequences=sequences,
+        link=slowest_link([host.facts for host in hosts], measurements, config.backend),
+    )
+
+
+def capacity_of(host: ReadyHost, measurements: Measurements) -> HostCapacity:
+    rates = rates_of(host.facts, measurements)
     return HostCapacity(
         name=host.entry.name,
         slots=host.entry.slots,
         usable_memory_bytes=host.facts.usable_memory_bytes,
         layers=host.entry.layers,
         memory_limit_bytes=host.entry.memory_limit_bytes,
+        memory_rate=rates.memory_rate,
+        matrix_rate=rates.matrix_rate,
     )
 
 
 def read_footprint(leader: ReadyHost) -> ModelFootprint:
     """Sizes and legal cuts, told by a short-lived process on the leader's host. Raises PlacementError."""
-    words = [leader.python, "-I", "-u", "-m", "mlx_mesh.node.engine.inspect", leader.model]
+    return ask_footprint(leader.remote, leader.python, leader.model)
+
+
+def ask_footprint(remote: RemoteHost, python: str, model: str, *flags: str) -> ModelFootprint:
+    """The same of any host. Raises PlacementError."""
+    words = [python, "-I", "-u", "-m", "mlx_mesh.node.engine.inspect", model, *flags]
     try:
-        completed = run(leader.remote, words, b"", INSPECT_TIMEOUT_S)
+        completed = run(remote, words, b"", INSPECT_TIMEOUT_S)
     except CommandTimeout as error:
         raise PlacementError(
-            f"Reading the sizes of {leader.model} on {leader.entry.name} took over {INSPECT_TIMEOUT_S:g} s. "
+            f"Reading the sizes of {model} on {remote.name} took over {INSPECT_TIMEOUT_S:g} s. "
             "Is the folder on a slow network disk?"
         ) from error
     for line in reversed(completed.stdout):
@@ -59,9 +106,9 @@ def read_footprint(leader: ReadyHost) -> ModelFootprint:
                 return msgspec.json.decode(line, type=ModelFootprint)
             except msgspec.MsgspecError as error:
                 raise PlacementError(
-                    f"{leader.entry.name} tells the sizes of {leader.model} in another form than this "
+                    f"{remote.name} tells the sizes of {model} in another form than this "
                     f"launcher knows ({error}). Install the same mlx-mesh on both."
                 ) from error
     raise PlacementError(
-        f"{leader.model} on {leader.entry.name} cannot be used: {completed.last_words() or completed.exit}"
+        f"{model} on {remote.name} cannot be used: {completed.last_words() or completed.exit}"
     )

@@ -7,6 +7,7 @@ by itself when its stdin closes, so a launcher that is killed leaves nothing beh
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import secrets
 import threading
@@ -20,11 +21,13 @@ import msgspec
 from mlx_mesh.launcher.config import LaunchConfig, plan_size
 from mlx_mesh.launcher.console import Console
 from mlx_mesh.launcher.faults import HostFault
+from mlx_mesh.launcher.measured import read_measurements
 from mlx_mesh.launcher.preflight import ReadyHost
 from mlx_mesh.launcher.programs import processes
 from mlx_mesh.launcher.remote import Exit, LocalHost, RemoteProcess, Stream, new_marker, run_program
 from mlx_mesh.launcher.state import AgentProcess
 from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError
+from mlx_mesh.mesh.measurements import rates_of, slowest_link
 from mlx_mesh.mesh.messages import (
     AgentConfig,
     AgentFailed,
@@ -427,6 +430,8 @@ class Supervisor:
 def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
     """What the coordinator is told."""
     context, sequences = plan_size(config)
+    measurements = read_measurements(os.environ)
+    rates = [rates_of(host.facts, measurements) for host in hosts]
     return MeshConfig(
         name=config.name,
         hosts=tuple(
@@ -437,8 +442,10 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
                 layers=host.entry.layers,
                 memory_limit_bytes=host.entry.memory_limit_bytes,
                 rdma=host.entry.rdma,
+                memory_rate=rate.memory_rate,
+                matrix_rate=rate.matrix_rate,
             )
-            for host in hosts
+            for host, rate in zip(hosts, rates, strict=True)
         ),
         sharding=config.sharding,
         backend=config.backend,
@@ -450,6 +457,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         max_sequences=config.max_sequences,
         plan_context=context,
         plan_sequences=sequences,
+        link=slowest_link([host.facts for host in hosts], measurements, config.backend),
         deadlines=config.deadlines,
     )
 

@@ -47,7 +47,7 @@ def host_key(facts: HostFacts) -> str:
 
 
 def link_key(one: HostFacts, other: HostFacts) -> str:
-    return " - ".join(sorted((facts.hostname for facts in (one, other))))
+    return " - ".join(sorted(facts.hostname for facts in (one, other)))
 
 
 def rates_of(facts: HostFacts, measurements: Measurements) -> Rates:

@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from mlx_mesh.mesh.links import Link
 from mlx_mesh.mesh.types import Backend, HostFacts, Phase, Placement, Sharding, Versions
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -59,6 +60,8 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0  # 0 = what the host reports
     rdma: tuple[str | None, ...] = ()
+    memory_rate: int = 0  # bytes and operations a second, for placement; 0 = unknown
+    matrix_rate: int = 0
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +82,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_step_size: int = 0  # 0 = chosen by sharding
     plan_context: int = 4096  # tokens and sequences that the memory plan reserves KV for
     plan_sequences: int = 4
+    link: Link | None = None  # the slowest between hosts, for placement; None = unknown
     server_rank: int = 0  # user rank of the leader (manual bootstrap); shown in status
     max_restarts: int = 3
     deadlines: Deadlines = Deadlines()

@@ -107,6 +107,8 @@ def place_model(roster: Roster, footprint: ModelFootprint) -> Placement:
             usable_memory_bytes=member.join.facts.usable_memory_bytes,
             layers=seat.plan.layers,
             memory_limit_bytes=seat.plan.memory_limit_bytes,
+            memory_rate=seat.plan.memory_rate,
+            matrix_rate=seat.plan.matrix_rate,
         )
         for seat, member in roster.members()
     ]
@@ -114,6 +116,7 @@ def place_model(roster: Roster, footprint: ModelFootprint) -> Placement:
         sharding=roster.mesh.sharding,
         context_tokens=roster.mesh.plan_context,
         num_sequences=roster.mesh.plan_sequences,
+        link=roster.mesh.link,
     )
     return plan_placement(footprint, hosts, request)
 
