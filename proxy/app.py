@@ -23,6 +23,7 @@ from mlx_mesh.proxy.routes import (
     health,
     messages,
     models,
+    ollama,
     responses,
 )
 from mlx_mesh.proxy.services import Services
@@ -34,7 +35,18 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 _ROUTERS = tuple(
     module.router
-    for module in (chat, completions, messages, responses, cancel, models, health, cluster, capabilities)
+    for module in (
+        chat,
+        completions,
+        responses,
+        messages,
+        ollama,
+        cancel,
+        models,
+        health,
+        cluster,
+        capabilities,
+    )
 )
 
 

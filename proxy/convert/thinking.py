@@ -41,6 +41,7 @@ def template_options(
     effort: str | None = None,
     more: dict[str, Any] | None = None,
     effort_param: str = "reasoning_effort",
+    switch_param: str = "enable_thinking",
 ) -> dict[str, Any]:
     """Raises ApiError 400 for what the model's template does not read."""
     options: dict[str, Any] = {}
@@ -50,7 +51,7 @@ def template_options(
             raise invalid(f"'{param}' is not an option of the template.", param=param)
         options[name] = value
     if enable_thinking is not None:
-        options |= _switch(tokenizer, enable_thinking, "enable_thinking")
+        options |= _switch(tokenizer, enable_thinking, switch_param)
     if effort is not None:
         options |= _effort(tokenizer, effort, effort_param)
     return options

@@ -15,6 +15,7 @@ from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS, MAX_PROMPTS
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
 from mlx_mesh.proxy.schemas.messages import MESSAGES_FIELDS
+from mlx_mesh.proxy.schemas.ollama import OLLAMA_CHAT_FIELDS, OLLAMA_GENERATE_FIELDS
 from mlx_mesh.proxy.schemas.responses import RESPONSES_FIELDS
 
 router = APIRouter()
@@ -24,6 +25,8 @@ _ENDPOINTS = (
     ("/v1/completions", False, COMPLETION_FIELDS),
     ("/v1/responses", True, RESPONSES_FIELDS),
     ("/v1/messages", True, MESSAGES_FIELDS),
+    ("/api/chat", True, OLLAMA_CHAT_FIELDS),
+    ("/api/generate", True, OLLAMA_GENERATE_FIELDS),
 )
 """Path, whether it needs a chat template, and its fields."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.messages import GenerateRequest, TokenChunk
 from mlx_mesh.proxy import upstream
 from mlx_mesh.proxy.assembler import Assembler, NewSequence
@@ -319,3 +322,32 @@ def test_tokens_are_counted_as_reasoning_or_answer(model_with: ModelWith) -> Non
     assert assembler.tally.reasoning_tokens == len(reasoning)
     assert [token.token_id for token in answer.tokens] == list(said)
     assert answer.tokens[0].start == 0 and answer.tokens[-1].start < len("yes it is")
+
+
+def test_the_parsers_come_without_mlx(tmp_path: Path) -> None:
+    """In a process of its own: another test of this one may have loaded it."""
+    program = """
+import sys
+from mlx_mesh.proxy import upstream
+for name in sys.argv[1:]:
+    assert callable(upstream.load("tool_parsers." + name).parse_tool_call)
+upstream.load("tokenizer_utils")
+loaded = sorted({name.partition(".")[0] for name in sys.modules} & {"mlx", "mlx_lm", "mlx_vlm", "torch"})
+assert not loaded, loaded
+"""
+    names = sorted(set(families.FAMILIES) - {"harmony"})
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TRANSFORMERS_VERBOSITY": "error"}
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", program, *names],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_parser_that_mlx_lm_does_not_have_is_named(model_with: ModelWith) -> None:
+    with pytest.raises(SettingsError, match=r"no tool_parsers\.not_yet_written"):
+        model_with(families.TURNS, (), tool_parser_type="not_yet_written")

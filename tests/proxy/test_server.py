@@ -25,6 +25,7 @@ from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
 from mlx_mesh.proxy.schemas.messages import COUNT_FIELDS, MESSAGES_FIELDS
+from mlx_mesh.proxy.schemas.ollama import OLLAMA_CHAT_FIELDS, OLLAMA_GENERATE_FIELDS, OPTION_FIELDS
 from mlx_mesh.proxy.schemas.responses import RESPONSES_FIELDS
 
 IdsOf = Callable[[str], list[int]]
@@ -122,10 +123,20 @@ def test_every_field_of_openais_schema_has_exactly_one_fate(policy: FieldPolicy,
 
 def test_the_documentation_names_every_field_and_header() -> None:
     text = API_DOC.read_text()
-    named = set(re.findall(r"`([a-z_]+)`", text))
-    for policy in (CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS, MESSAGES_FIELDS, COUNT_FIELDS):
+    named = set(re.findall(r"`([a-z0-9_]+)`", text))
+    policies = (
+        CHAT_FIELDS,
+        COMPLETION_FIELDS,
+        RESPONSES_FIELDS,
+        MESSAGES_FIELDS,
+        COUNT_FIELDS,
+        OLLAMA_CHAT_FIELDS,
+        OLLAMA_GENERATE_FIELDS,
+        OPTION_FIELDS,
+    )
+    for policy in policies:
         assert {*policy.honoured, *policy.refused, *policy.ignored} <= named
-    for header in ("x-mlx-mesh-world-size", "x-mlx-mesh-max-tokens-clamped", "x-request-id"):
+    for header in ("x-mlx-mesh-world-size", "x-mlx-mesh-max-tokens-clamped", "x-request-id", "x-conv-id"):
         assert f"`{header}`" in text
 
 
@@ -318,3 +329,15 @@ def test_a_client_that_went_away_is_counted_and_nothing_stays_open(start_front: 
     text = front.http.get("/metrics").text
     assert "mlx_mesh_client_disconnects_total 1.0" in text
     assert "mlx_mesh_open_requests 0.0" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [(CHAT, "error"), ("/v1/responses", "error"), ("/v1/messages", "type"), ("/api/chat", "error")],
+)
+def test_each_dialect_reads_bodies_within_limits_and_names_what_is_wrong(
+    plain_front: Any, path: str, key: str
+) -> None:
+    for body in (b"{", b"[]", b"{}"):
+        response = plain_front.http.post(path, content=body)
+        assert response.status_code == 400 and key in response.json()
