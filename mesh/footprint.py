@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+from mlx_mesh.mesh.tensor_units import DividedBytes
 
 
 class LayerFootprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,13 +24,20 @@ class TensorFootprint(msgspec.Struct, frozen=True, kw_only=True):
     """What tensor sharding can divide, summed over layers. A rank with `u` of `attention_units` and `m` of
     `mlp_units` holds replicated + attention_bytes*u/attention_units + mlp_bytes*m/mlp_units bytes."""
 
-    attention_units: int  # whole KV groups
+    attention_units: int  # the most ranks that heads divide over
     attention_bytes: int
     mlp_units: int
     mlp_bytes: int
     replicated_bytes: int  # norms, embedding, head and whatever no rule can split
     reason: str = ""  # not empty: tensor sharding is impossible, and why
     replicated_parts: tuple[str, ...] = ()  # names of large parts that stay whole on every rank
+    divided: tuple[DividedBytes, ...] = ()  # the divided bytes exactly; () = only the sums above are known
+    kv_groups: int = -1  # groups by which the KV cache divides; 0 = whole on every rank, -1 = attention_units
+    sums_per_token: int = 0  # collectives of one forward; 0 = unknown, two a layer
+
+    def weights_bytes(self, weights: Sequence[int], rank: int) -> int:
+        """What one rank holds of the model, to the byte when `divided` is given."""
+        return self.replicated_bytes + sum(part.of_rank(weights, rank) for part in self.divided)
 
 
 class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from mlx_mesh.mesh.capacity import PlacementRequest, Rank
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
-from mlx_mesh.mesh.memory import ModelMemory, Need, describe_misfit, part_of
+from mlx_mesh.mesh.memory import ModelMemory, Need, describe_misfit, need_of, part_of
 from mlx_mesh.mesh.partition import split_units
 from mlx_mesh.mesh.pipeline_plan import most_stages
 from mlx_mesh.mesh.speed import TensorSpeed, shares
@@ -86,7 +86,19 @@ def tensor_needs(memory: ModelMemory, weights: Sequence[int]) -> list[Need]:
     """Bytes per rank for these weights."""
     tensor = memory.footprint.tensor
     attention, mlp = shares(tensor.attention_units, weights), shares(tensor.mlp_units, weights)
-    return [memory.tensor_share(*units) for units in zip(attention, mlp, strict=True)]
+    needs = [memory.tensor_share(*units) for units in zip(attention, mlp, strict=True)]
+    if not tensor.divided:
+        return needs
+    groups = tensor.attention_units if tensor.kv_groups < 0 else tensor.kv_groups
+    kv = memory.kv_before[-1]
+    # With fewer groups than ranks each rank has copies, in the worst case of all.
+    by_rank = (
+        [part_of(kv, share, groups) for share in shares(groups, weights)] if groups >= len(weights) else []
+    )
+    return [
+        need_of(tensor.weights_bytes(weights, rank), by_rank[rank] if by_rank else kv)
+        for rank in range(len(weights))
+    ]
 
 
 def _check_possible(footprint: ModelFootprint, ranks: Sequence[Rank]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from mlx.utils import tree_flatten
 
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
+from mlx_mesh.mesh.tensor_units import DividedBytes, size_of
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.probe import divisible_units, why_undivided
-from mlx_mesh.node.engine.tensor import bytes_of_share
+from mlx_mesh.node.engine.rules import module_at
+from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
 
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
@@ -130,22 +133,34 @@ def _context_length(config: dict[str, Any]) -> int:
 
 
 def _tensor(lazy: LazyModel, trace: ModelTrace | None, all_bytes: int) -> TensorFootprint:
-    """Units are counted in the layer that has fewest, so that every layer can be divided that far."""
+    """The most ranks are those of the layer that divides least, so that every layer is divided that far."""
     proposal = divisible_units(lazy, trace)
-    divided = {"attention": 0, "mlp": 0}
-    num_units: dict[str, int] = {}
+    divided: dict[DividedBytes, int] = {}
+    sums = {"attention": 0, "mlp": 0}
+    most: dict[str, int] = {}
+    kv_groups: dict[int, int] = {}
     for unit in proposal.units:
-        divided[unit.kind] += bytes_of_share(lazy.layers[unit.layer], [unit], [1], 0)
-        num_units[unit.kind] = min(num_units.get(unit.kind, unit.num_units), unit.num_units)
-    reason = "" if num_units else why_undivided(proposal)
+        kind = "attention" if unit.kind == "attention" else "mlp"
+        for part in bytes_of_unit(module_at(lazy.layers[unit.layer], unit.path), unit):
+            divided[part] = divided.get(part, 0) + 1
+            sums[kind] += part.bytes_per_element * size_of(part.layout)
+        ranks = max(len(unit.division.edges), len(unit.division.fine_edges)) - 1
+        most[kind] = min(most.get(kind, ranks), ranks)
+        if kind == "attention":
+            kv_groups[unit.layer] = unit.num_units
+    with_state = [layer for layer, cache in enumerate(trace.caches if trace else ()) if cache.bytes_per_token]
+    is_kv_divided = bool(kv_groups) and all(layer in kv_groups for layer in with_state)
     return TensorFootprint(
-        attention_units=num_units.get("attention", 0),
-        attention_bytes=divided["attention"],
-        mlp_units=num_units.get("mlp", 0),
-        mlp_bytes=divided["mlp"],
-        replicated_bytes=all_bytes - divided["attention"] - divided["mlp"],
-        reason=reason,
+        attention_units=most.get("attention", 0),
+        attention_bytes=sums["attention"],
+        mlp_units=most.get("mlp", 0),
+        mlp_bytes=sums["mlp"],
+        replicated_bytes=all_bytes - sums["attention"] - sums["mlp"],
+        reason="" if most else why_undivided(proposal),
         replicated_parts=_short(proposal.refusals),
+        divided=tuple(msgspec.structs.replace(part, times=times) for part, times in divided.items()),
+        kv_groups=min(kv_groups.values()) if is_kv_divided else 0,
+        sums_per_token=sum(unit.num_collectives for unit in proposal.units),
     )
 
 

@@ -1,63 +1,134 @@
-"""Try every proposed unit with numbers before it is divided, and drop those for which the rule is wrong.
+"""Try every proposed unit with numbers before it is divided, and leave out those for which the rule is wrong.
 
 A unit's module is copied with random weights and a narrow hidden size, so that the model's own weights are
-never read, and called as the model calls it: once whole, and once as shares of two uneven ranks. The rule
-is right when the shares add up to the whole. Equal modules are tried once.
+never read, and called as the model calls it: once whole, and once as shares of uneven ranks. The rule is
+right when the shares add up to the whole. Equal modules are tried once.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.switch_layers import SwitchLinear
 
+from mlx_mesh.mesh.tensor_units import Range
 from mlx_mesh.node.engine import tree
 from mlx_mesh.node.engine.caches import cache_ids
 from mlx_mesh.node.engine.hooks import Original, hook_model, unhook_model
 from mlx_mesh.node.engine.loader import LazyModel
-from mlx_mesh.node.engine.rules import Proposal, Unit, dims_of, is_linear, propose
+from mlx_mesh.node.engine.rules import (
+    Proposal,
+    Unit,
+    base_of,
+    dims_of,
+    gathered,
+    is_expert_linear,
+    is_head_linear,
+    is_linear,
+    module_at,
+    modules_below,
+)
+from mlx_mesh.node.engine.rules_mixers import mixer_units
+from mlx_mesh.node.engine.rules_mlp import block_units, mlp_units
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import ModelTrace
 
-_NARROW = 32  # hidden size of the copies
+_NARROW = 48  # hidden size of the copies of wide models, which no other size of a model is
+_WIDE = 512  # narrower ones keep their size
 _TOLERANCE = 1e-3  # relative; a wrong rule is off by far more, float32 rounding by far less
+_MOST_SUMS = 8
 
 
 def divisible_units(lazy: LazyModel, trace: ModelTrace | None) -> Proposal:
     """The units of a model that may be divided, each proven on copies, and the reasons for the others.
-    `trace` is None for a model that cannot be traced; its attention then stays whole."""
-    proposal = propose(lazy.layers)
+    `trace` is None for a model that cannot be traced; its mixers are then cut linear by linear."""
     sharing = "the model cannot be traced" if trace is None else trace.why_attention_is_shared()
-    kept = Proposal(refusals=list(proposal.refusals))
-    candidates = []
-    for unit in proposal.units:
-        if unit.kind == "attention" and sharing:
-            kept.refusals.append(f"layers.{unit.layer}.{unit.path}: {sharing}")
-        elif unit.num_units > 1:
-            candidates.append(unit)
-        else:
-            kept.refusals.append(f"layers.{unit.layer}.{unit.path}: it has only one part")
-    calls = _record(lazy, candidates)
-    verdicts: dict[Any, str] = {}
-    for number, unit in enumerate(candidates):
-        module = _module(lazy, unit)
-        key = _signature(module, unit)
-        if number not in calls:
-            verdict = "the model does not call it as a whole"
-        else:
-            if key not in verdicts:
-                verdicts[key] = _try(module, unit, calls[number])
-            verdict = verdicts[key]
-        if verdict:
-            kept.refusals.append(f"layers.{unit.layer}.{unit.path}: {verdict}")
-        else:
-            kept.units.append(unit)
+    layers = lazy.layers
+    modules = {
+        (index, path): module
+        for index, layer in enumerate(layers)
+        for path, module in modules_below(layer)
+        if path and not is_linear(module)
+    }
+    recorded = _record(lazy, modules)
+    by_form = {_form(modules[key]): call for key, call in recorded.items()}
+    verdicts: dict[Any, tuple[Unit | None, str]] = {}
+    kept = Proposal()
+    for index, layer in enumerate(layers):
+        if any(layer is earlier for earlier in layers[:index]):
+            continue  # one object in several places
+        own: list[Unit] = []
+        for path, module in modules_below(layer):
+            if not path or is_linear(module) or any(_is_below(path, unit.path) for unit in own):
+                continue
+            for propose in (_mixers, _blocks, _mlps):
+                candidates, reason = propose(index, path, module)
+                if not candidates and not reason:
+                    continue
+                if candidates and candidates[0].kind == "attention" and sharing:
+                    candidates, reason = [], sharing
+                if candidates:
+                    unit, reason = _choose(
+                        # An expert that no token chose is called like the others.
+                        module,
+                        candidates,
+                        recorded.get((index, path)) or by_form.get(_form(module)),
+                        verdicts,
+                    )
+                    if unit is not None:
+                        own.append(dataclasses.replace(unit, layer=index, path=path))
+                        break
+                if propose is not _blocks:  # the MLPs inside a block are tried by themselves
+                    kept.refusals.append(f"layers.{index}.{path}: {reason}")
+        own += gathered(index, layer, own)
+        kept.units += own
     return kept
+
+
+def _mixers(layer: int, path: str, module: Any) -> tuple[list[Unit], str]:
+    return mixer_units(layer, path, module)
+
+
+def _blocks(layer: int, path: str, module: Any) -> tuple[list[Unit], str]:
+    return block_units(layer, path, module), ""
+
+
+def _mlps(layer: int, path: str, module: Any) -> tuple[list[Unit], str]:
+    return mlp_units(layer, path, module), ""
+
+
+def _is_below(path: str, above: str) -> bool:
+    return path == above or path.startswith(f"{above}.")
+
+
+def _choose(
+    module: Any, candidates: list[Unit], call: _Call | None, verdicts: dict[Any, tuple[Unit | None, str]]
+) -> tuple[Unit | None, str]:
+    """The first candidate that is right, or None and why the first one is wrong."""
+    if call is None:
+        return None, "the model does not call it as a whole"
+    key = _signature(module, candidates)
+    if key not in verdicts:
+        reasons = []
+        chosen = None
+        for unit in candidates:
+            if unit.num_units < 2 and not unit.division.can_serve(2):
+                reasons.append("it has only one part")
+            elif reason := _try(module, unit, call):
+                reasons.append(reason)
+            else:
+                chosen = unit
+                break
+        verdicts[key] = chosen, "" if chosen else reasons[0]
+    return verdicts[key]
 
 
 def why_undivided(proposal: Proposal) -> str:
@@ -68,10 +139,6 @@ def why_undivided(proposal: Proposal) -> str:
     if proposal.refusals:
         return f"no part of its layers can be divided, for example {proposal.refusals[0]}"
     return "no part of its layers has a form that the tensor rules know"
-
-
-def _module(lazy: LazyModel, unit: Unit) -> Any:
-    return dict(lazy.layers[unit.layer].named_modules())[unit.path]
 
 
 # ------------------------------------------------------------ how the model calls its units
@@ -105,62 +172,65 @@ class _Recorder:
         return copy.deepcopy(value) if id(value) in self.caches else value
 
 
-def _record(lazy: LazyModel, units: list[Unit]) -> dict[int, _Call]:
-    """The first call of each unit in one lazy forward, by the unit's number."""
-    if not units:
-        return {}
+def _record(lazy: LazyModel, modules: dict[tuple[int, str], Any]) -> dict[tuple[int, str], _Call]:
+    """The first call of each module in one lazy forward."""
     caches = make_prompt_cache(lazy.model)
     recorder = _Recorder(cache_ids(caches))
-    modules = [_module(lazy, unit) for unit in units]
-    hook_model(lazy.model, modules, recorder)
+    with_parameters = {key: module for key, module in modules.items() if module.children()}
+    hook_model(lazy.model, list(with_parameters.values()), recorder)
     try:
         lazy.model(mx.zeros((1, 3), dtype=mx.uint32), cache=caches)
     except Exception:
         return {}  # whoever runs the model says what is wrong with it
     finally:
-        unhook_model(lazy.model, modules)
-    return recorder.calls
+        unhook_model(lazy.model, list(with_parameters.values()))
+    return {key: recorder.calls[i] for i, key in enumerate(with_parameters) if i in recorder.calls}
 
 
-def _signature(module: Any, unit: Unit) -> Any:
-    """Equal for modules on which the rule does the same."""
+def _signature(module: Any, candidates: list[Unit]) -> Any:
+    """Equal for modules on which the rules do the same."""
+    return _form(module), dataclasses.replace(candidates[0], layer=0, path="")
+
+
+def _form(module: Any) -> Any:
     scalars = tuple(
-        (name, value)
-        for name, value in sorted(vars(module).items())
+        (path, name, value)
+        for path, part in modules_below(module)
+        for name, value in sorted(vars(part).items())
         if isinstance(value, (bool, int, float, str)) and "layer" not in name and "idx" not in name
     )
     parts = tuple((path, type(part), _shapes(part)) for path, part in module.named_modules())
-    return type(module), scalars, parts, dataclasses.replace(unit, layer=0)
+    return type(module), scalars, parts
 
 
 def _shapes(module: Any) -> tuple[Any, ...]:
-    return tuple((name, x.shape) for name, x in module.items() if isinstance(x, mx.array))
+    return tuple((name, x.shape, x.dtype) for name, x in module.items() if isinstance(x, mx.array))
 
 
 # ------------------------------------------------------------ whole against shares
 
 
 class _Reached(Exception):
-    """Carries a rank's partial result out of its forward."""
+    """Carries a rank's part of a sum out of its forward."""
 
     def __init__(self, partial: Any) -> None:
         self.partial = partial
 
 
 @dataclass(slots=True, eq=False)
-class _OneSum:
-    """An exchange for a unit, which has exactly one sum. Without a total the sum ends the forward."""
+class _KnownSums:
+    """An exchange that knows the totals of the first sums; the next one ends the forward."""
 
     rank: int
     world_size: int
-    total: Any = None
+    totals: list[Any]
     num_sums: int = 0
 
     def all_sum(self, x: Any) -> Any:
         self.num_sums += 1
-        if self.total is None:
+        if self.num_sums > len(self.totals):
             raise _Reached(x)
-        return self.total
+        return self.totals[self.num_sums - 1]
 
     def send(self, x: Any, to: int) -> Any:
         raise NotImplementedError
@@ -177,53 +247,91 @@ def _try(module: Any, unit: Unit, call: _Call) -> str:
     try:
         error = _compare(module, unit, call)
     except Exception as failure:
-        return f"divided, it raises {type(failure).__name__}: {str(failure).splitlines()[0][:120]}"
+        text = (str(failure).splitlines() or [""])[0][:120]
+        return f"divided, it raises {type(failure).__name__}: {text}"
     return "" if error < _TOLERANCE else f"its shares do not add up to the whole (off by {error:.2g})"
 
 
 def _compare(module: Any, unit: Unit, call: _Call) -> float:
-    hidden = dims_of(module[unit.cuts[0].name])[1]
-    weights = [2, 1] if unit.num_units > 2 else [1, 1]
+    hidden = _hidden_of(module, unit)
+    model = _narrow(module, unit, hidden)
     args, kwargs = _random_inputs(call, hidden)
-    model = _narrow(module, unit)
     whole = _run(model, args, kwargs)
-    partials = []
-    for rank in range(2):
-        try:
-            _run(_share(model, unit, weights, _OneSum(rank, 2)), args, kwargs)
-        except _Reached as reached:
-            partials.append(reached.partial)
-    exchange = _OneSum(1, 2, total=partials[0] + partials[1])
-    shared = _run(_share(model, unit, weights, exchange), args, kwargs)
-    if exchange.num_sums != 1 or len(shared) != len(whole):
+    return max(
+        _gap(model, unit, weights, whole, args, kwargs)
+        for weights in ([2, 1], [1, 1, 1])
+        if unit.division.can_serve(len(weights))
+    )
+
+
+def _gap(
+    model: Any,
+    unit: Unit,
+    weights: list[int],
+    whole: list[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> float:
+    totals: list[Any] = []
+    while len(totals) <= _MOST_SUMS:
+        partials, answers = [], []
+        for rank in range(len(weights)):
+            exchange = _KnownSums(rank, len(weights), totals)
+            try:
+                answers.append(_run(_share(model, unit, weights, exchange), args, kwargs))
+            except _Reached as reached:
+                partials.append(reached.partial)
+        if not partials:
+            return max(_difference(answer, whole) for answer in answers)
+        if len(partials) != len(weights) or len({x.shape for x in partials}) > 1:
+            return float("inf")
+        totals.append(sum(partials[1:], partials[0]))
+        mx.eval(totals)
+    return float("inf")
+
+
+def _difference(answer: list[Any], whole: list[Any]) -> float:
+    if len(answer) != len(whole):
         return float("inf")
     worst = 0.0
-    for a, b in zip(shared, whole, strict=True):
+    for a, b in zip(answer, whole, strict=True):
         if a.shape != b.shape:
             return float("inf")
         scale = float(mx.abs(b).max().item()) or 1.0
-        worst = max(worst, float(mx.abs(a - b).max().item()) / scale)
+        gap = float(mx.abs(a - b).max().item()) / scale
+        worst = max(worst, gap if gap == gap else float("inf"))
     return worst
 
 
 def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arrays in the module's answer; every run gets caches of its own."""
-    out = model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    """The arrays in the module's answers to two calls in a row; every run gets caches of its own."""
+    args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+    out = model(*args, **kwargs)
     arrays = [leaf.astype(mx.float32) for _, leaf in tree.walk(out, set()) if isinstance(leaf, mx.array)]
     mx.eval(arrays)
     return arrays
 
 
+def _hidden_of(module: Any, unit: Unit) -> int:
+    """The width of what comes in and goes out."""
+    for cut in unit.cuts:
+        target = module_at(module, cut.path)
+        if is_linear(target) and cut.side == "columns":
+            return dims_of(target)[0]
+    raise ValueError("it has no output linear")
+
+
 def _random_inputs(call: _Call, hidden: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The recorded arguments with random numbers for every array of numbers; hidden states become narrow."""
     key = [mx.random.key(11)]
+    narrow = _narrowed(hidden)
 
     def fresh(value: Any) -> Any:
         if isinstance(value, mx.array):
             if not mx.issubdtype(value.dtype, mx.floating) or value.ndim == 0:
                 return value
             key[0], mine = mx.random.split(key[0])
-            width = _NARROW if value.shape[-1] == hidden else value.shape[-1]
+            width = narrow if value.shape[-1] == hidden else value.shape[-1]
             return mx.random.normal((*value.shape[:-1], width), key=mine)
         if isinstance(value, (list, tuple)):
             return type(value)([fresh(item) for item in value])
@@ -235,48 +343,98 @@ def _random_inputs(call: _Call, hidden: int) -> tuple[tuple[Any, ...], dict[str,
     return args, kwargs
 
 
-def _narrow(module: Any, unit: Unit) -> Any:
+def _narrowed(hidden: int) -> int:
+    return _NARROW if hidden > _WIDE else hidden
+
+
+def _narrow(module: Any, unit: Unit, hidden: int) -> Any:
     """A copy with random weights, plain linears and a narrow hidden size."""
-    rows = {cut.name: cut.rows for cut in unit.cuts}
+    narrow = _narrowed(hidden)
+    sides = {cut.path: cut.side for cut in unit.cuts}
+    kept = {*sides, *(norm.path for norm in unit.norms)}
     key = [mx.random.key(5)]
 
-    def random(shape: tuple[int, ...]) -> Any:
+    def random(shape: Sequence[int], scale: float = 0.3) -> Any:
         key[0], mine = mx.random.split(key[0])
-        return mx.random.normal(shape, key=mine) * 0.3
+        return mx.random.normal(shape, key=mine) * scale
 
-    def linear(old: Any, is_rows: bool) -> Any:
+    def linear(old: Any, path: str) -> Any:
         outputs, inputs = dims_of(old)
-        outputs, inputs = (outputs, _NARROW) if is_rows else (_NARROW, inputs)
-        new = nn.Linear(inputs, outputs, bias=False)
-        new.weight = random((outputs, inputs))
-        if "bias" in old:
-            new.bias = random((outputs,))
+        side = sides.get(path)
+        if outputs == hidden and side != "rows":
+            outputs = narrow
+        if inputs == hidden and side != "columns":
+            inputs = narrow
+        base = base_of(old)
+        lead = base.weight.shape[:-2]
+        cls: Any = SwitchLinear if is_expert_linear(old) else nn.Linear
+        new = cls(inputs, outputs, *lead, bias=False)
+        new.weight = random((*lead, outputs, inputs))
+        if "bias" in base:
+            new.bias = random((*lead, outputs))
         return new
 
-    def copied(old: Any, top: bool) -> Any:
-        new = copy.copy(old)
-        for name, value in list(old.items()):
-            if top and name in rows and is_linear(value):
-                new[name] = linear(value, rows[name])
-            elif isinstance(value, nn.Module):
-                new[name] = copied(value, top=False)
-            elif isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
-                new[name] = random(value.shape)
+    def heads(old: Any) -> Any:
+        outputs, inputs = dims_of(old)
+        new = MultiLinear(inputs, outputs, old.weight.shape[0])
+        new.weight = random((old.weight.shape[0], outputs, inputs))
         return new
 
-    return copied(module, top=True)
+    def array(old: Any, path: str) -> Any:
+        if not mx.issubdtype(old.dtype, mx.floating) or path.rpartition(".")[2].startswith("_"):
+            return old  # fixed tables
+        divided = any(_is_below(path, cut) for cut in kept)
+        return random([narrow if size == hidden and not divided else size for size in old.shape])
+
+    def copied(old: Any, path: str) -> Any:
+        if isinstance(old, nn.Module):
+            if is_linear(old):
+                return linear(old, path)
+            if is_head_linear(old):
+                return heads(old)
+            new = copy.copy(old)
+            for name, value in list(old.items()):
+                new[name] = copied(value, f"{path}.{name}" if path else name)
+            return new
+        if isinstance(old, dict):
+            return {name: copied(value, f"{path}.{name}") for name, value in old.items()}
+        if isinstance(old, (list, tuple)):
+            return type(old)([copied(value, f"{path}.{i}") for i, value in enumerate(old)])
+        return array(old, path) if isinstance(old, mx.array) else old
+
+    return copied(module, "")
 
 
-def _share(model: Any, unit: Unit, weights: list[int], exchange: _OneSum) -> Any:
+def _share(model: Any, unit: Unit, weights: list[int], exchange: _KnownSums) -> Any:
     """One rank's share of a narrow copy."""
-    mine = copy.copy(model)
-    for cut in unit.cuts:
-        mine[cut.name] = copy.copy(model[cut.name])
+    mine = _shallow(model)
 
-    def part(path: str, array: Any, axis: int, span: tuple[int, int]) -> Any:
-        index = [slice(None)] * array.ndim
-        index[axis] = slice(*span)
-        return array[tuple(index)]
+    def part(path: str, array: Any, axis: int, ranges: Sequence[Range]) -> Any:
+        return take_ranges(array, axis, ranges)
 
     divide_layer(mine, "", [dataclasses.replace(unit, path="")], weights, exchange, part)
     return mine
+
+
+def _shallow(value: Any) -> Any:
+    """Modules and containers are copied, arrays are shared."""
+    if isinstance(value, nn.Module):
+        new = copy.copy(value)
+        for name, item in list(value.items()):
+            new[name] = _shallow(item)
+        return new
+    if isinstance(value, dict):
+        return {name: _shallow(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_shallow(item) for item in value])
+    return value
+
+
+def take_ranges(array: Any, axis: int, ranges: Sequence[Range]) -> Any:
+    """The given ranges along an axis, joined."""
+    parts = []
+    for start, stop in ranges:
+        index = [slice(None)] * array.ndim
+        index[axis] = slice(start, stop)
+        parts.append(array[tuple(index)])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)

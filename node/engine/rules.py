@@ -1,68 +1,87 @@
 """Which parts of a layer can be divided over ranks, told from module structure and shapes.
 
-A unit is an attention or an MLP whose input is the whole hidden state and whose output is one linear: each
-rank computes with some of its heads or inner columns, and the outputs add up. The rules know the usual
-names of linears and head counts, and check them against the shapes; what does not fit stays replicated.
+A unit takes the whole hidden state and gives the whole hidden state; inside, each rank computes with some
+of its heads or inner columns, and the outputs add up. `rules_mixers` proposes units for attention and
+recurrent mixers, `rules_mlp` for MLPs and experts. A rule may be wrong: each proposal is tried with numbers
+(`probe`) before it is used, and what no rule divides is cut linear by linear (`gathered`): every rank
+computes some outputs of such a linear and the ranks put them together, which is right for any use of it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
-from mlx_mesh.mesh.partition import split_units
+from mlx_mesh.mesh.tensor_units import Division, Layout, Segment
 
-_QUERY = ("q_proj", "wq", "query", "q")
-_KEY = ("k_proj", "wk", "key", "k")
-_VALUE = ("v_proj", "wv", "value", "v")
-_OUT = ("o_proj", "out_proj", "wo", "dense", "c_proj", "o")
-_HEADS = ("n_heads", "num_heads", "num_attention_heads", "n_head", "num_q_heads", "n_q_heads")
-_KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_head_kv")
-_LEAVES_WITHOUT_HEADS = ("rope", "rotary_emb")
-
-_MLP_ALIGNMENT = 32  # inner columns per unit, where they divide
-
-UnitKind = Literal["attention", "mlp"]
+UnitKind = Literal["attention", "mlp", "gathered"]
+"""`attention` stands for every mixer with heads or channels, whose state is divided too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One linear of a unit. `rows`: its outputs are divided (column-parallel), else its inputs
-    (row-parallel). `per_group`: outputs or inputs per group of the unit."""
+    """One module with parameters, or one parameter, of a unit. `rows`: the outputs of a linear are divided;
+    `columns`: its inputs; `axis`: axis `axis` of every array there, or of the parameter of that path."""
 
+    path: str  # inside the unit's module
+    side: Literal["rows", "columns", "axis"]
+    layout: Layout
+    axis: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """An integer attribute of the module at `path`: as many as the rank has elements of `layout`; with
+    `over`, that number divided by the elements of `over`."""
+
+    path: str
     name: str
-    rows: bool
-    per_group: int
+    layout: Layout
+    over: Layout = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WideNorm:
+    """A norm over elements of all ranks. `sums_squares`: an RMS norm, which needs only one number of the
+    other ranks; any other norm gets its whole input put together."""
+
+    path: str
+    layout: Layout
+    sums_squares: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A divisible part of one layer. `edges` are the group numbers where a rank's share may begin or end;
-    one unit of work lies between two of them. `counts` are head-count attributes and their value per group;
-    `vectors` are parameters whose first axis has `n` entries per group."""
+    """A divisible part of one layer. `sums` are the modules inside whose outputs add up over the ranks, ''
+    the unit's own; of `gathered` ones the outputs are put together instead."""
 
     layer: int
     path: str  # module path inside the layer
     kind: UnitKind
-    edges: tuple[int, ...]
+    division: Division
     cuts: tuple[Cut, ...]
-    counts: tuple[tuple[str, int], ...] = ()
-    vectors: tuple[tuple[str, int], ...] = ()
+    counts: tuple[Count, ...] = ()
+    sums: tuple[str, ...] = ()
+    norms: tuple[WideNorm, ...] = ()
+    gathers: tuple[str, ...] = ()
 
     @property
     def num_units(self) -> int:
-        return len(self.edges) - 1
+        """Parts without a copy of anything."""
+        return len(self.division.edges) - 1
 
-    def share(self, weights: Sequence[int], rank: int) -> tuple[int, int]:
-        """The groups [start, stop) of one rank."""
-        units = split_units(self.num_units, weights)
-        start = sum(units[:rank])
-        return self.edges[start], self.edges[start + units[rank]]
+    @property
+    def num_collectives(self) -> int:
+        """Sums over the ranks in each forward."""
+        return len(self.sums) + len(self.norms) + len(self.gathers)
 
 
 @dataclass(slots=True)
@@ -73,159 +92,143 @@ class Proposal:
     refusals: list[str] = field(default_factory=list)  # "layers.0.self_attn: reason"
 
     def for_ranks(self, num_ranks: int) -> list[Unit]:
-        """The units with at least one unit of work per rank; the others stay whole on every rank."""
-        return [unit for unit in self.units if unit.num_units >= num_ranks]
+        """The units with work for every rank; the others stay whole on every rank."""
+        return [unit for unit in self.units if unit.division.can_serve(num_ranks)]
 
 
-def propose(layers: Sequence[Any]) -> Proposal:
-    """Find the divisible units of every layer."""
-    proposal = Proposal()
-    for index, layer in enumerate(layers):
-        for path, module in layer.named_modules():
-            for rule in (_attention, _mlp):
-                result = rule(index, path, module)
-                if isinstance(result, Unit):
-                    proposal.units.append(result)
-                    break
-                if result:
-                    proposal.refusals.append(f"layers.{index}.{path}: {result}")
-                    break
-    return proposal
+# ------------------------------------------------------------ linears
+
+
+_LINEAR_CALLS = {
+    cls.__call__
+    for cls in (
+        nn.Linear,
+        nn.QuantizedLinear,
+        SwitchLinear,
+        QuantizedSwitchLinear,
+        LoRALinear,
+        LoRASwitchLinear,
+        DoRALinear,
+    )
+}
+_LINEAR_TYPES = (
+    nn.Linear,
+    nn.QuantizedLinear,
+    SwitchLinear,
+    QuantizedSwitchLinear,
+    LoRALinear,
+    LoRASwitchLinear,
+    DoRALinear,
+)
 
 
 def is_linear(module: Any) -> bool:
     """Whether the rules know how to slice it; a subclass with a call of its own may do anything."""
-    return isinstance(module, (nn.Linear, nn.QuantizedLinear)) and type(module).__call__ in (
-        nn.Linear.__call__,
-        nn.QuantizedLinear.__call__,
-    )
+    return isinstance(module, _LINEAR_TYPES) and type(module).__call__ in _LINEAR_CALLS
+
+
+def is_expert_linear(module: Any) -> bool:
+    """Whether it has one matrix per expert, and is called with the experts' numbers."""
+    return isinstance(module, (SwitchLinear, QuantizedSwitchLinear, LoRASwitchLinear))
+
+
+def is_head_linear(module: Any) -> bool:
+    """Whether it has one matrix per head."""
+    return isinstance(module, (MultiLinear, QuantizedMultiLinear))
+
+
+def base_of(linear: Any) -> Any:
+    """The linear that holds the weight: itself, or the one inside an adapter."""
+    return linear.get("linear", linear)
 
 
 def dims_of(linear: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a plain or quantised linear."""
-    outputs, inputs = linear.weight.shape
-    if isinstance(linear, nn.QuantizedLinear):
-        inputs = inputs * 32 // linear.bits
+    """(outputs, inputs) of a linear, quantised or not; of one expert when there are several."""
+    base = base_of(linear)
+    outputs, inputs = base.weight.shape[-2:]
+    if "scales" in base:
+        inputs = inputs * 32 // base.bits
     return outputs, inputs
 
 
 def input_grain(linear: Any) -> int:
     """Inputs can be cut only at multiples of this: the quantisation group."""
-    return int(linear.group_size) if isinstance(linear, nn.QuantizedLinear) else 1
+    base = base_of(linear)
+    return int(base.group_size) if "scales" in base else 1
 
 
-def _linears(module: Any) -> dict[str, Any]:
-    return {name: child for name, child in module.children().items() if is_linear(child)}
+def modules_below(module: Any) -> Iterator[tuple[str, Any]]:
+    """(path, module) of a module and all below it, parents first; a linear or head linear is one thing,
+    whatever is inside."""
+
+    def below(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, nn.Module):
+            yield path, value
+            if is_linear(value) or is_head_linear(value):
+                return
+            items: Any = value.items()
+        elif isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(value)
+        else:
+            return
+        for name, item in items:
+            yield from below(item, f"{path}.{name}" if path else str(name))
+
+    yield from below(module, "")
 
 
-def _one_of(names: Sequence[str], linears: dict[str, Any]) -> str | None:
-    found = [name for name in names if name in linears]
-    return found[0] if len(found) == 1 else None
+def module_at(root: Any, path: str) -> Any:
+    """The module (or parameter) at a path of `modules_below`."""
+    for step in path.split(".") if path else ():
+        root = root[int(step)] if isinstance(root, (list, tuple)) else root[step]
+    return root
 
 
-def _attribute(module: Any, names: Sequence[str]) -> int | None:
-    for name in names:
-        value = vars(module).get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
-
-
-def _attention(layer: int, path: str, module: Any) -> Unit | str:
-    """The unit, why it cannot be divided, or '' when it is no attention."""
-    linears = _linears(module)
-    query, key = _one_of(_QUERY, linears), _one_of(_KEY, linears)
-    value, out = _one_of(_VALUE, linears), _one_of(_OUT, linears)
-    heads = _attribute(module, _HEADS)
-    if heads is None or query is None or key is None or value is None or out is None:
-        return "it has heads, but no linears that the rules know" if heads and len(linears) > 1 else ""
-    kv_heads = _attribute(module, _KV_HEADS) or heads
-    if heads % kv_heads:
-        return f"{heads} heads are no multiple of {kv_heads} KV heads"
-    per_group = heads // kv_heads
-    cuts = []
-    for name, count in ((query, heads), (key, kv_heads), (value, kv_heads)):
-        outputs = dims_of(linears[name])[0]
-        if outputs % count:
-            return f"{name} has {outputs} outputs for {count} heads"
-        cuts.append(Cut(name, rows=True, per_group=outputs // kv_heads))
-    inputs = dims_of(linears[out])[1]
-    value_dim = dims_of(linears[value])[0] // kv_heads
-    if inputs != heads * value_dim:
-        return f"{out} has {inputs} inputs for {heads} heads of {value_dim}"
-    cuts.append(Cut(out, rows=False, per_group=inputs // kv_heads))
-    rest = [name for name in linears if name not in {cut.name for cut in cuts}]
-    if rest:
-        return f"the rules do not know its {', '.join(rest)}"
-    vectors, reason = _head_vectors(module, heads, per_group, {dims_of(linears[c.name])[0] for c in cuts[:3]})
-    if reason:
-        return reason
-    counts = tuple(
-        (name, per_group if value == heads and name in _HEADS else 1)
-        for name, value in vars(module).items()
-        if (name in _HEADS and value == heads) or (name in _KV_HEADS and value == kv_heads)
-    )
-    grain = input_grain(linears[out])
-    step = grain // math.gcd(grain, inputs // kv_heads)
-    return Unit(layer, path, "attention", _edges(kv_heads, step), tuple(cuts), counts, vectors)
-
-
-def _head_vectors(
-    module: Any, heads: int, per_group: int, widths: set[int]
-) -> tuple[tuple[tuple[str, int], ...], str]:
-    """Parameters besides the linears: one entry per head is sliced, one over all heads forbids the cut."""
-    vectors = []
-    for name, value in module.items():
-        if isinstance(value, mx.array):
-            if value.shape[:1] != (heads,):
-                return (), f"the rules do not know its parameter {name}"
-            vectors.append((name, per_group))
-        elif isinstance(value, nn.Module) and not is_linear(value) and name not in _LEAVES_WITHOUT_HEADS:
-            for _, inner in value.named_modules():
-                for inner_name, array in inner.items():
-                    if isinstance(array, mx.array) and array.shape and array.shape[-1] in widths:
-                        return (), f"{name}.{inner_name} spans all heads"
-    return tuple(vectors), ""
-
-
-def _mlp(layer: int, path: str, module: Any) -> Unit | str:
-    """The unit, why it cannot be divided, or '' when it is no MLP."""
-    linears = _linears(module)
-    if len(linears) < 2 or len(linears) > 3 or _attribute(module, _HEADS) is not None:
-        return ""
-    sizes = {name: dims_of(linear) for name, linear in linears.items()}
-    downs = [
-        name
-        for name, (outputs, inputs) in sizes.items()
-        if all(sizes[other] == (inputs, outputs) for other in sizes if other != name)
-    ]
-    if len(downs) != 1:
-        return ""
-    if any(isinstance(value, mx.array) for value in module.values()):
-        return "the rules do not know its own parameters"
-    if any(
-        isinstance(value, nn.Module) and not is_linear(value) and list(_arrays(value))
-        for value in module.values()
-    ):
-        return "it has a module with parameters between its linears"
-    down = downs[0]
-    inner = sizes[down][1]
-    grain = math.lcm(input_grain(linears[down]), math.gcd(inner, _MLP_ALIGNMENT))
-    cuts = tuple(Cut(name, rows=name != down, per_group=1) for name in linears)
-    return Unit(layer, path, "mlp", _edges(inner, grain), cuts)
-
-
-def _arrays(module: Any) -> Iterator[Any]:
-    for _, inner in module.named_modules():
-        for value in inner.values():
-            if isinstance(value, mx.array):
-                yield value
-
-
-def _edges(count: int, step: int) -> tuple[int, ...]:
+def edges_of(count: int, step: int) -> tuple[int, ...]:
     """0, step, 2*step, ... count; a remainder smaller than a step joins the last unit."""
     edges = list(range(0, count - step + 1, step)) or [0]
     edges.append(count)
     if len(edges) > 2 and edges[-1] - edges[-2] < step:
         del edges[-2]
-    return tuple(edges)
+    return tuple(dict.fromkeys(edges))
+
+
+def own_arrays(module: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays that a module holds itself, those of fixed tables (named with _) too."""
+    for name, value in module.items():
+        if isinstance(value, mx.array):
+            yield name, value
+
+
+# ------------------------------------------------------------ what is left
+
+_SMALL_SHARE = 50  # a linear below 1/50 of its layer is not worth a sum
+_ROW_STEP = 32
+
+
+def gathered(layer: int, root: Any, taken: Sequence[Unit]) -> Iterator[Unit]:
+    """Every large linear of a layer that belongs to none of the units `taken`, cut by itself."""
+    used = {".".join(x for x in (unit.path, cut.path) if x) for unit in taken for cut in unit.cuts}
+    total = sum(array.nbytes for _, array in _parameters(root))
+    for path, module in modules_below(root):
+        if path in used or not is_linear(module):
+            continue
+        size = sum(array.nbytes for _, array in _parameters(module))
+        outputs = dims_of(module)[0]
+        if size * _SMALL_SHARE < total or outputs < 2:
+            continue
+        step = _ROW_STEP
+        while outputs // step < 16 and step > 1:
+            step //= 2
+        layout = (Segment(outputs, 1),)
+        division = Division(edges_of(outputs, step), tuple(range(outputs + 1)) if outputs < 256 else ())
+        yield Unit(layer, path, "gathered", division, (Cut("", "rows", layout),), gathers=("",))
+
+
+def _parameters(module: Any) -> Iterator[tuple[str, Any]]:
+    for path, inner in module.named_modules():
+        for name, array in own_arrays(inner):
+            if not name.startswith("_"):
+                yield f"{path}.{name}", array

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_mesh.mesh.errors import PlacementError
+from mlx_mesh.mesh.tensor_units import Range
 from mlx_mesh.mesh.types import Placement, Sharding
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.exchange import Exchange
@@ -22,7 +23,7 @@ from mlx_mesh.node.engine.pipeline import (
     check_transfers,
     plan_pipeline,
 )
-from mlx_mesh.node.engine.probe import divisible_units, why_undivided
+from mlx_mesh.node.engine.probe import divisible_units, take_ranges, why_undivided
 from mlx_mesh.node.engine.rules import Proposal, Unit
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
@@ -187,13 +188,11 @@ def _load_slices(
     total = len(lazy.layers) + 1
     with RangeReader() as reader:
 
-        def slicer(path: str, array: Any, axis: int, span: tuple[int, int]) -> Any:
+        def slicer(path: str, array: Any, axis: int, ranges: Sequence[Range]) -> Any:
             stored = lazy.stored.get(path)
             if stored is not None:
-                return reader.read(stored, axis, [span])
-            index = [slice(None)] * array.ndim
-            index[axis] = slice(*span)
-            part = mx.contiguous(array[tuple(index)])
+                return reader.read(stored, axis, ranges)
+            part = mx.contiguous(take_ranges(array, axis, ranges))
             mx.eval(part)
             return part
 

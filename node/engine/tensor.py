@@ -1,7 +1,7 @@
-"""Make one rank's share of a layer in place: slice the parameters of its units, lower the head counts, and
-let the last linear of each unit add up over the ranks.
+"""Make one rank's share of a layer in place: slice the parameters of its units, lower the counts of heads and
+channels, and let what the ranks compute in parts come together (`sums`).
 
-Row-parallel biases are added after the sum, on every rank, so they count once.
+Row-parallel biases count once: they are added after the sum, or only rank 0 keeps them.
 """
 
 from __future__ import annotations
@@ -11,70 +11,104 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
+from mlx_mesh.mesh.tensor_units import DividedBytes, Layout, Range, Segment, count_of, ranges_of
 from mlx_mesh.node.engine.exchange import Exchange
-from mlx_mesh.node.engine.rules import Cut, Unit, dims_of
+from mlx_mesh.node.engine.rules import Cut, Unit, base_of, dims_of, is_linear, module_at, own_arrays
+from mlx_mesh.node.engine.sums import gather_outputs, sum_outputs, widen_norm
 
-Slicer = Callable[[str, Any, int, tuple[int, int]], Any]
-"""(parameter path, array, axis, [start, stop)) -> that part of the array, evaluated or lazy."""
+Slicer = Callable[[str, Any, int, Sequence[Range]], Any]
+"""(parameter path, array, axis, [start, stop) ranges) -> those parts joined, evaluated or lazy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One parameter of a unit and the part of it that a rank keeps."""
+    """One array of a unit and how one of its axes is divided. `scale`: stored elements per element of the
+    layout, as (numerator, denominator); packed quantised inputs have fewer."""
 
-    linear: str  # '' = a parameter of the unit's own module
+    owner: str  # path of the module that holds it, inside the unit's
     parameter: str
     axis: int
-    start: int
-    stop: int
+    layout: Layout
+    scale: tuple[int, int] = (1, 1)
+
+    def ranges(self, start: int, stop: int) -> list[Range]:
+        up, down = self.scale
+        return [(a * up // down, b * up // down) for a, b in ranges_of(self.layout, start, stop)]
 
 
-class _Summing:
-    """Mixed into the class of a row-parallel linear: its output is summed over the ranks."""
-
-    def __call__(self, x: Any) -> Any:
-        partial = super().__call__(x)  # type: ignore[misc]
-        module: Any = self
-        y = module._mesh_exchange.all_sum(partial)
-        return y + module["summed_bias"] if "summed_bias" in module else y
-
-
-_summing_classes: dict[type, type] = {}
-
-
-def slices_of(module: Any, unit: Unit, share: tuple[int, int]) -> Iterator[Slice]:
-    """What a rank with groups [start, stop) of `unit` keeps of each parameter that is divided."""
-    start, stop = share
+def slices_of(module: Any, unit: Unit) -> Iterator[Slice]:
+    """Every array of the unit that is divided."""
     for cut in unit.cuts:
-        yield from _linear_slices(cut, module[cut.name], start * cut.per_group, stop * cut.per_group)
-    for name, per_group in unit.vectors:
-        yield Slice("", name, 0, start * per_group, stop * per_group)
+        target = module_at(module, cut.path)
+        if isinstance(target, mx.array):
+            owner, _, name = cut.path.rpartition(".")
+            yield Slice(owner, name, cut.axis, cut.layout)
+        elif is_linear(target):
+            yield from _linear_slices(cut, target)
+        else:
+            for name, array in own_arrays(target):
+                if array.ndim > cut.axis and array.shape[cut.axis] == sum(x.size for x in cut.layout):
+                    yield Slice(cut.path, name, cut.axis, cut.layout)
 
 
-def _linear_slices(cut: Cut, linear: Any, start: int, stop: int) -> Iterator[Slice]:
-    _, inputs = dims_of(linear)
-    for parameter, array in linear.items():
-        if not isinstance(array, mx.array):
+def _linear_slices(cut: Cut, linear: Any) -> Iterator[Slice]:
+    base = base_of(linear)
+    inner = cut.path if base is linear else f"{cut.path}.linear" if cut.path else "linear"
+    outputs, inputs = dims_of(linear)
+    for name, array in own_arrays(base):
+        if name in ("bias", "summed_bias"):
+            if cut.side == "rows":
+                yield Slice(inner, name, array.ndim - 1, cut.layout)
+        elif name not in ("weight", "scales", "biases"):
+            continue  # one value per expert
+        elif cut.side == "rows":
+            yield Slice(inner, name, array.ndim - 2, cut.layout)
+        else:
+            yield Slice(inner, name, array.ndim - 1, cut.layout, (array.shape[-1], inputs))
+    if base is not linear:
+        yield from _adapter_slices(cut, linear, outputs, inputs)
+
+
+def _adapter_slices(cut: Cut, linear: Any, outputs: int, inputs: int) -> Iterator[Slice]:
+    """Low-rank matrices: (inputs, r), (r, outputs) of a linear; (r, inputs), (outputs, r) of experts."""
+    size, name = (outputs, "lora_b") if cut.side == "rows" else (inputs, "lora_a")
+    array = linear[name]
+    is_stacked = array.ndim == 3
+    axis = 1 if is_stacked == (name == "lora_b") else 2
+    axis = axis if is_stacked else (1 if name == "lora_b" else 0)
+    assert array.shape[axis] == size, f"{name} {array.shape} of a linear {outputs}x{inputs}"
+    yield Slice(cut.path, name, axis, cut.layout)
+    if "m" in linear and cut.side == "rows":
+        yield Slice(cut.path, "m", 0, cut.layout)
+
+
+def bytes_of_unit(module: Any, unit: Unit) -> list[DividedBytes]:
+    """The divided parameters of a unit by how they are cut; nothing is read."""
+    found = []
+    for part in slices_of(module, unit):
+        array = module_at(module, part.owner)[part.parameter]
+        up, down = part.scale
+        if part.parameter.startswith("_"):
             continue
-        if cut.rows:
-            yield Slice(cut.name, parameter, 0, start, stop)
-        elif array.ndim == 2:  # weight, and scales and biases of a quantised one; packed along the inputs
-            stored = array.shape[1]
-            yield Slice(cut.name, parameter, 1, start * stored // inputs, stop * stored // inputs)
+        size, total = sum(x.size for x in part.layout), int(array.nbytes)
+        if total % size == 0:
+            layout, per_element = part.layout, total // size
+        else:  # packed to less than a byte: count in quantisation groups
+            step = down // _gcd(up, down)
+            layout = tuple(
+                Segment(x.size // step, x.per_group // step or (1 if x.per_group else 0), x.ratio)
+                for x in part.layout
+            )
+            per_element = total * step // size
+        found.append(DividedBytes(unit.division, layout, per_element))
+    return found
 
 
-def bytes_of_share(layer: Any, units: Iterable[Unit], weights: Sequence[int], rank: int) -> int:
-    """Bytes of the divided parameters of `layer` that one rank keeps; nothing is read."""
-    total = 0
-    modules = dict(layer.named_modules())
-    for unit in units:
-        module = modules[unit.path]
-        for part in slices_of(module, unit, unit.share(weights, rank)):
-            array = (module[part.linear] if part.linear else module)[part.parameter]
-            total += array.nbytes // array.shape[part.axis] * (part.stop - part.start)
-    return total
+def _gcd(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
 
 
 def divide_layer(
@@ -86,27 +120,33 @@ def divide_layer(
     slicer: Slicer,
 ) -> None:
     """Turn a whole layer into this rank's share. `prefix` is the layer's path in the model's parameters."""
-    modules = dict(layer.named_modules())
     for unit in units:
-        module = modules[unit.path]
-        share = unit.share(weights, exchange.rank)
-        for part in list(slices_of(module, unit, share)):
-            owner = module[part.linear] if part.linear else module
-            path = ".".join(x for x in (prefix, unit.path, part.linear, part.parameter) if x)
-            owner[part.parameter] = slicer(path, owner[part.parameter], part.axis, (part.start, part.stop))
-        for name, per_group in unit.counts:
-            setattr(module, name, per_group * (share[1] - share[0]))
-        for cut in unit.cuts:
-            if not cut.rows:
-                _make_summing(module[cut.name], exchange)
+        module = module_at(layer, unit.path)
+        share = unit.division.share(weights, exchange.rank)
+        for part in list(slices_of(module, unit)):
+            owner = module_at(module, part.owner)
+            path = ".".join(x for x in (prefix, unit.path, part.owner, part.parameter) if x)
+            owner[part.parameter] = slicer(path, owner[part.parameter], part.axis, part.ranges(*share))
+        counts = [
+            (count, count_of(count.layout, *share), count_of(count.over, *share) if count.over else 1)
+            for count in unit.counts
+        ]
+        for count, value, over in counts:
+            setattr(module_at(module, count.path), count.name, value // over)
+        _join(module, unit, share, weights, exchange)
 
 
-def _make_summing(linear: nn.Module, exchange: Exchange) -> None:
-    cls = type(linear)
-    if cls not in _summing_classes:
-        _summing_classes[cls] = type(cls.__name__, (_Summing, cls), {"__module__": cls.__module__})
-    if "bias" in linear:
-        linear["summed_bias"] = linear.pop("bias")
-    target: Any = linear
-    target.__class__ = _summing_classes[cls]
-    target._mesh_exchange = exchange
+def _join(module: Any, unit: Unit, share: Range, weights: Sequence[int], exchange: Exchange) -> None:
+    for path in unit.sums:
+        sum_outputs(module_at(module, path), exchange)
+    for cut in unit.cuts:
+        # The block is summed as a whole, so only one rank may add this linear's bias.
+        if cut.side == "columns" and cut.path not in unit.sums and exchange.rank > 0:
+            base_of(module_at(module, cut.path)).pop("bias", None)
+    shares = [unit.division.share(weights, rank) for rank in range(exchange.world_size)]
+    for norm in unit.norms:
+        held = [ranges_of(norm.layout, *each) for each in shares]
+        widen_norm(module_at(module, norm.path), held, norm.sums_squares, exchange)
+    for path in unit.gathers:
+        (cut,) = unit.cuts
+        gather_outputs(module_at(module, path), sum(x.size for x in cut.layout), share[0], exchange)

@@ -9,9 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_mesh.mesh.errors import BringUpError, PlacementError
+from mlx_mesh.mesh.errors import BringUpError
 from mlx_mesh.node.engine.probe import divisible_units
-from mlx_mesh.node.engine.rules import propose
+from mlx_mesh.node.engine.rules_mixers import mixer_units
+from mlx_mesh.node.engine.rules_mlp import mlp_units
 from mlx_mesh.node.engine.shard import check_cuts, shard_model
 from mlx_mesh.node.engine.trace import trace_model
 
@@ -75,21 +76,22 @@ def test_the_qwen_family_divides(tiny: ModuleType, simulator: ModuleType, kind: 
         assert not shards[0].whole_parts
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "hunyuan", "kimi_k3", "nemotron_h"])
-def test_what_the_rules_do_not_know_stays_whole_and_right(
+@pytest.mark.parametrize("kind", ["hunyuan", "gemma4_text", "rwkv7"])
+def test_what_no_rule_divides_is_cut_linear_by_linear(
     tiny: ModuleType, simulator: ModuleType, kind: str
 ) -> None:
     error, shards = _run(tiny, simulator, tiny.CONFIGS[kind], [2, 1])
     assert error < TOLERANCE
-    assert shards[0].whole_parts
+    assert any("attn" in part for part in shards[0].whole_parts)
 
 
-def test_attention_whose_keys_other_layers_use_is_not_divided(tiny: ModuleType) -> None:
+def test_attention_whose_keys_other_layers_use_is_not_divided_by_heads(tiny: ModuleType) -> None:
     lazy = tiny.build(tiny.CONFIGS["gemma3n"] | {"vocab_size": 300, "vocab_size_per_layer_input": 300})
-    assert any(unit.kind == "attention" for unit in propose(lazy.layers).units)
+    assert mixer_units(0, "self_attn", lazy.layers[0].self_attn)[0]
     kept = divisible_units(lazy, trace_model(lazy.model))
     assert not [unit for unit in kept.units if unit.kind == "attention"]
     assert "layers.0.self_attn: layers share a KV cache" in kept.refusals
+    assert any(unit.kind == "gathered" and unit.path == "self_attn.q_proj" for unit in kept.units)
 
 
 def test_a_batch_that_grows_and_shrinks_gives_the_tokens_of_one_process(
@@ -120,7 +122,7 @@ class _Averaging(nn.Module):  # type: ignore[misc]
 def test_a_unit_whose_shares_do_not_add_up_is_caught_by_numbers(tiny: ModuleType) -> None:
     lazy = tiny.build(tiny.llama())
     lazy.layers[2].mlp = _Averaging(lazy.layers[2].mlp)
-    assert sum(unit.kind == "mlp" for unit in propose(lazy.layers).units) == 6
+    assert mlp_units(2, "mlp", lazy.layers[2].mlp)
     kept = divisible_units(lazy, trace_model(lazy.model))
     assert [unit.layer for unit in kept.units if unit.kind == "mlp"] == [0, 1, 3, 4, 5]
     (refusal,) = kept.refusals
@@ -130,15 +132,17 @@ def test_a_unit_whose_shares_do_not_add_up_is_caught_by_numbers(tiny: ModuleType
 def test_quantised_heads_that_straddle_a_group_stay_whole(tiny: ModuleType) -> None:
     config = tiny.llama(num_attention_heads=4, num_key_value_heads=4, head_dim=24, hidden_size=64)
     lazy = tiny.build(config | {"quantization": {"group_size": 32, "bits": 4}})
-    (unit, *_) = [u for u in propose(lazy.layers).units if u.kind == "attention"]
-    assert unit.edges == (0, 4)  # 4 x 24 inputs in groups of 32: only all four heads end on a group
+    (unit, *_), _ = mixer_units(0, "self_attn", lazy.layers[0].self_attn)
+    assert unit.division.edges == (0, 4)  # 4 x 24 inputs in groups of 32: only all four heads end on a group
 
 
-def test_more_ranks_than_groups_is_refused_with_the_number(tiny: ModuleType, simulator: ModuleType) -> None:
-    config = tiny.llama(num_key_value_heads=1, num_attention_heads=4, intermediate_size=64)
-    exchange = simulator.Simulator(3).exchange(0)
-    with pytest.raises(PlacementError, match="2 parts at most"):
-        shard_model(tiny.build(config), tiny.slices(6, [1, 1, 1]), 0, exchange, tiny.ignore_progress)
+def test_more_ranks_than_kv_heads_copy_only_what_they_need(tiny: ModuleType, simulator: ModuleType) -> None:
+    config = tiny.llama(num_key_value_heads=2, num_attention_heads=8)
+    error, shards = _run(tiny, simulator, config, [1, 1, 1])
+    assert error < TOLERANCE
+    attention = [shard.model.layers[0].self_attn for shard in shards]
+    # The middle rank's heads belong to both KV heads and do not divide evenly: each head has a copy.
+    assert [(a.n_heads, a.n_kv_heads) for a in attention] == [(3, 1), (3, 3), (2, 1)]
 
 
 def test_a_wrong_sum_is_found_before_serving(tiny: ModuleType, simulator: ModuleType) -> None:

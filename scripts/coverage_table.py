@@ -1,0 +1,285 @@
+"""Compare every mlx-lm architecture, divided in several ways, with one process; write docs/models.md's table.
+
+Each architecture runs in a process of its own with a limit, with a tiny random float32 model: prefill in two
+chunks and decoding with a cache, then a batch of three lengths that grows and shrinks. Ranks are simulated
+inside the process (tests/node/engine/simulator.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE_TESTS = ROOT / "tests" / "node" / "engine"
+LIMIT_S = 240.0
+EXACT = 1e-4  # a tensor gap above this is a failure; pipelines must be 0
+FULL_SLACK = 0.06  # fully split: the largest share is at most 1/N + this
+TENSOR_PLANS = ((1, 1), (1, 1, 1), (2, 1))
+BEGIN, END = "<!-- table: scripts/coverage_table -->", "<!-- end of table -->"
+
+REASONS = {
+    "bitnet": "its linears are a Metal kernel, which a CPU cannot run even whole",
+    "muse_spark": "its experts are a Metal kernel, which a CPU cannot run even whole",
+    "gear": "mlx-lm's own forward with a cache raises for this config, even whole",
+    "phi3small": "mlx-lm's own forward corrupts memory with a small config, even whole",
+    "olmo": "mlx-lm needs the package ai2-olmo for it",
+    "prism_hadamard_qwen35": "there is no small config for it",
+}
+"""Architectures that do not run whole here, so that there is nothing to compare with."""
+
+
+def load(name: str) -> ModuleType:
+    """A helper module of the engine tests."""
+    spec = importlib.util.spec_from_file_location(name, ENGINE_TESTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------ one architecture, in a process of its own
+
+
+def measure(kind: str, batches: bool) -> dict[str, Any]:
+    """All figures of one architecture; 'error' instead of a plan's figures says why there are none."""
+    tiny, simulator = load("tiny"), load("simulator")
+    from mlx_mesh.node.engine.probe import divisible_units
+    from mlx_mesh.node.engine.trace import TraceError, trace_model
+
+    config = tiny.CONFIGS[kind]
+    lazy = tiny.build(config)
+    num_layers = len(lazy.layers)
+    row: dict[str, Any] = {"kind": kind, "layers": num_layers, "plans": {}}
+    row["upstream_tensor"] = hasattr(lazy.model, "shard")
+    row["upstream_pipeline"] = hasattr(getattr(lazy.model, "model", None), "pipeline")
+    try:
+        reference = tiny.forward(lazy.model)
+        alone = tiny.generate(tiny.build(config).model, None) if batches else {}
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {error}"}
+    try:
+        trace = trace_model(tiny.build(config).model)
+        legal = [cut for cut in range(1, num_layers) if not trace.why_not(cut)]
+        row["cuts"] = f"{len(legal)} of {num_layers - 1}"
+        untraced = ""
+    except TraceError as error:
+        trace, legal, untraced = None, [], str(error)
+        row["cuts"] = "0"
+    for name, cuts in _pipelines(legal, num_layers).items():
+        if cuts is None:
+            row["plans"][name] = {"error": untraced or f"only {len(legal)} legal cuts"}
+        else:
+            placement = tiny.stages(num_layers, cuts)
+            row["plans"][name] = _compare(tiny, simulator, config, placement, reference, alone)
+    proposal = divisible_units(tiny.build(config), trace)
+    row["collectives"] = sum(unit.num_collectives for unit in proposal.units) / num_layers
+    row["gathered"] = sorted({unit.path for unit in proposal.units if unit.kind == "gathered"})
+    row["refusals"] = sorted({refusal.split(".", 2)[2] for refusal in proposal.refusals})
+    for weights in TENSOR_PLANS:
+        placement = tiny.slices(num_layers, list(weights))
+        name = "tensor " + ":".join(map(str, weights))
+        row["plans"][name] = _compare(tiny, simulator, config, placement, reference, alone)
+    return row
+
+
+def _pipelines(legal: Sequence[int], num_layers: int) -> dict[str, list[int] | None]:
+    middle = min(legal, key=lambda cut: abs(cut - num_layers // 2), default=None)
+    uneven = [legal[0], legal[-1]] if len(legal) > 1 else None
+    return {"pipeline 2": None if middle is None else [middle], "pipeline 3": uneven}
+
+
+def _compare(
+    tiny: ModuleType,
+    simulator: ModuleType,
+    config: dict[str, Any],
+    placement: Any,
+    reference: list[Any],
+    alone: dict[int, list[int]],
+) -> dict[str, Any]:
+    from mlx.utils import tree_flatten
+
+    from mlx_mesh.node.engine.shard import shard_model
+
+    layer_bytes = [0] * placement.world_size
+
+    def body(rank: int, exchange: Any) -> Any:
+        shard = shard_model(tiny.build(config), placement, rank, exchange, tiny.ignore_progress)
+        counted = {id(a): a for layer in shard.model.layers for _, a in tree_flatten(layer.parameters())}
+        layer_bytes[rank] = sum(a.nbytes for a in counted.values())
+        outputs = tiny.forward(shard.model)
+        return outputs, tiny.generate(shard.model, exchange) if alone else {}
+
+    try:
+        results = simulator.Simulator(placement.world_size).run(body)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"}
+    gap = float(tiny.gap(results[0][0], reference))
+    whole = {
+        id(a): a.nbytes
+        for layer in tiny.build(config).model.layers
+        for _, a in tree_flatten(layer.parameters())
+    }
+    return {
+        "gap": gap if math.isfinite(gap) else "nan",
+        "share": max(layer_bytes) / sum(whole.values()),
+        "same_tokens": all(tokens == alone for _, tokens in results),
+    }
+
+
+# ------------------------------------------------------------ all of them
+
+
+def run_one(kind: str) -> dict[str, Any]:
+    """`measure` in a child process, with a limit."""
+    if kind in REASONS:
+        return {"kind": kind, "error": REASONS[kind]}
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", kind],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        return {"kind": kind, "error": f"not done within {LIMIT_S:g} s"}
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"kind": kind, "error": f"exit status {done.returncode}: {last[:200]}"}
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def is_exact(plan: dict[str, Any] | None) -> bool:
+    return plan is not None and plan.get("gap") == 0.0 and plan["same_tokens"]
+
+
+def is_right(plan: dict[str, Any] | None) -> bool:
+    return plan is not None and isinstance(plan.get("gap"), float) and plan["gap"] <= EXACT
+
+
+def is_full(plan: dict[str, Any] | None, ranks: int) -> bool:
+    return is_right(plan) and plan is not None and plan["share"] <= 1 / ranks + FULL_SLACK
+
+
+def totals(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    ran = [row for row in rows if "error" not in row]
+    plans = [row["plans"] for row in ran]
+    tensor = ["tensor " + ":".join(map(str, weights)) for weights in TENSOR_PLANS]
+    return {
+        "architectures": len(rows),
+        "run whole on a CPU": len(ran),
+        "pipeline of 2 bit-identical": sum(is_exact(p.get("pipeline 2")) for p in plans),
+        "pipeline of 3 bit-identical": sum(is_exact(p.get("pipeline 3")) for p in plans),
+        "tensor right at 2, 3 and 2:1": sum(all(is_right(p.get(x)) for x in tensor) for p in plans),
+        "same tokens in a batch, all tensor plans": sum(
+            all(p.get(x, {}).get("same_tokens") for x in tensor) for p in plans
+        ),
+        "fully split over 2": sum(is_full(p.get(tensor[0]), 2) for p in plans),
+        "fully split over 3": sum(is_full(p.get(tensor[1]), 3) for p in plans),
+        "by heads and columns alone": sum(
+            is_full(row["plans"].get(tensor[0]), 2) and not row["gathered"] for row in ran
+        ),
+        "upstream pipeline": sum(bool(row.get("upstream_pipeline")) for row in ran),
+        "upstream tensor": sum(bool(row.get("upstream_tensor")) for row in ran),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The document's part between the two marks."""
+    lines = ["| | count |", "| --- | --- |"]
+    lines += [f"| {name} | {count} |" for name, count in totals(rows).items()]
+    lines += [
+        "",
+        "| architecture | legal cuts | pipeline 2 | pipeline 3 | tensor 2 | tensor 3 | tensor 2:1 | "
+        "share of 2 | share of 3 | sums a layer | cut by linear | upstream | remarks |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted(rows, key=lambda row: str(row["kind"]).lower()):
+        if "error" in row:
+            lines.append(f"| {row['kind']} | " + "| " * 11 + f"{_clean(row['error'])} |")
+            continue
+        plans = row["plans"]
+        upstream = [name for name in ("tensor", "pipeline") if row.get(f"upstream_{name}")]
+        remarks = dict.fromkeys(plan["error"] for plan in plans.values() if "error" in plan)
+        cells = [
+            row["kind"],
+            row["cuts"],
+            *(_gap(plans[name]) for name in plans),
+            _share(plans["tensor 1:1"]),
+            _share(plans["tensor 1:1:1"]),
+            f"{row['collectives']:.1f}",
+            ", ".join(row["gathered"]),
+            " ".join(upstream),
+            "; ".join(_clean(remark) for remark in remarks),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _gap(plan: dict[str, Any]) -> str:
+    if "error" in plan:
+        return "-"
+    text = "0" if plan["gap"] == 0.0 else f"{plan['gap']:.0e}" if plan["gap"] != "nan" else "nan"
+    return text if plan["same_tokens"] else f"{text}, other tokens"
+
+
+def _share(plan: dict[str, Any]) -> str:
+    return "-" if "error" in plan else f"{plan['share']:.2f}"
+
+
+def _clean(text: str) -> str:
+    return " ".join(str(text).replace("|", "/").split())
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="ARCHITECTURE")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "models.md")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--no-batches", action="store_true", help="logits only")
+    options = parser.parse_args(argv)
+    if options.one:
+        try:
+            print(json.dumps(measure(options.one, not options.no_batches)))
+        except Exception:
+            traceback.print_exc()
+            return 1
+        return 0
+    configs = json.loads((ENGINE_TESTS / "tiny_configs.json").read_text(encoding="utf-8"))
+    kinds = options.kinds or sorted({*configs, *REASONS})
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(run_one, kinds):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    for name, count in totals(rows).items():
+        print(f"{count:5} {name}", file=sys.stderr)
+    if not options.kinds:
+        text = options.out.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        options.out.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
