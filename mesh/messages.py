@@ -235,6 +235,7 @@ class Load(Message, frozen=True):
     max_sequences: int
     prefill_step_size: int
     context_length: int
+    adapter: str = ""  # folder of a LoRA or DoRA adapter on each host
 
 
 class WarmUp(Message, frozen=True):

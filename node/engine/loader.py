@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import load_adapters
 
 from mlx_mesh.mesh.errors import SettingsError
 
@@ -66,9 +67,10 @@ class LazyModel:
         return list(self.model.layers)
 
 
-def open_lazy(folder: str | Path) -> LazyModel:
-    """Build the model of a local folder over lazy arrays. Raises SettingsError when the folder is no model
-    that mlx-lm knows, or would need code of its own."""
+def open_lazy(folder: str | Path, adapter: str | Path = "") -> LazyModel:
+    """Build the model of a local folder over lazy arrays; `adapter` is a folder as mlx-lm's LoRA and DoRA
+    training writes it, '' none. Raises SettingsError when a folder is no model that mlx-lm knows, would need
+    code of its own, or is no adapter of this model."""
     path = Path(folder).expanduser()
     _check_folder(path)
     tensors = read_headers(path)
@@ -101,6 +103,8 @@ def open_lazy(folder: str | Path) -> LazyModel:
             "Check that config.json and the weight files belong together, and that mlx-lm knows the type."
         ) from error
     model.__class__ = original[0]
+    if adapter:
+        _add_adapter(model, Path(adapter).expanduser())
     names = {id(array): name for name, array in given.items()}
     stored: dict[str, StoredTensor] = {}
     for parameter, array in tree_flatten(model.parameters()):
@@ -108,6 +112,17 @@ def open_lazy(folder: str | Path) -> LazyModel:
         if tensor is not None and _same(tensor, array):
             stored[parameter] = tensor
     return LazyModel(path, model, config, stored)
+
+
+def _add_adapter(model: Any, path: Path) -> None:
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (path / name).is_file():
+            raise SettingsError(f"{path} has no {name}, so it is not an adapter folder of mlx-lm.")
+    try:
+        load_adapters(model, str(path))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise SettingsError(f"{path} is no adapter of this model: {' '.join(str(error).split())}") from error
+    model.eval()  # new layers come in training mode, with dropout
 
 
 def _check_folder(path: Path) -> None:

@@ -109,7 +109,13 @@ def load(
         lambda done, total: reporter.progress(0, placement.num_layers),
     )
     shard = load_shard(
-        command.model, placement, config.rank, group.exchange, reporter.progress, reporter.entered_layer
+        command.model,
+        placement,
+        config.rank,
+        group.exchange,
+        reporter.progress,
+        reporter.entered_layer,
+        command.adapter,
     )
     reporter.reached(Phase.LOADED, weights_bytes=shard.weights_bytes)
     return command, shard

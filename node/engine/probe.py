@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.dora import DoRALinear
 
 from mlx_mesh.mesh.tensor_units import Range
 from mlx_mesh.node.engine import tree
@@ -120,8 +121,13 @@ def _choose(
         reasons = []
         chosen = None
         for unit in candidates:
-            if unit.num_units < 2 and not unit.division.can_serve(2):
+            if not unit.division.can_serve(2):
                 reasons.append("it has only one part")
+            elif any(
+                cut.side == "columns" and isinstance(module_at(module, cut.path), DoRALinear)
+                for cut in unit.cuts
+            ):
+                reasons.append("its DoRA adapter needs all inputs of a linear at once")
             elif reason := _try(module, unit, call):
                 reasons.append(reason)
             else:

@@ -54,13 +54,14 @@ def load_shard(
     exchange: Exchange,
     on_progress: OnProgress,
     on_layer: OnLayer | None = None,
+    adapter: str = "",
 ) -> LoadedShard:
-    """Load rank `rank` of `placement` from the local folder `model`.
+    """Load rank `rank` of `placement` from the folder `model`, with the adapter of the folder `adapter`.
 
     Reads layer by layer; `on_progress(done, total)` after each. `on_layer(i)` is called whenever a local
     layer is entered. Raises SettingsError for an unusable folder, PlacementError for an impossible placement.
     """
-    return shard_model(open_lazy(model), placement, rank, exchange, on_progress, on_layer)
+    return shard_model(open_lazy(model, adapter), placement, rank, exchange, on_progress, on_layer)
 
 
 def shard_model(
@@ -70,8 +71,10 @@ def shard_model(
     exchange: Exchange,
     on_progress: OnProgress,
     on_layer: OnLayer | None = None,
+    proposal: Proposal | None = None,
 ) -> LoadedShard:
-    """`load_shard` for a model that is already open; the model is changed in place."""
+    """`load_shard` for a model that is already open; the model is changed in place. `proposal`: its tensor
+    units when they are known already."""
     if len(lazy.layers) != placement.num_layers:
         raise PlacementError(
             f"The placement is for {placement.num_layers} layers, {lazy.folder} has {len(lazy.layers)}. "
@@ -80,7 +83,7 @@ def shard_model(
     if placement.sharding == Sharding.PIPELINE:
         return _load_stage(lazy, placement, rank, exchange, on_progress, on_layer)
     if placement.sharding == Sharding.TENSOR:
-        return _load_slices(lazy, placement, rank, exchange, on_progress, on_layer)
+        return _load_slices(lazy, placement, rank, exchange, on_progress, on_layer, proposal)
     return _load_whole(lazy, on_progress, on_layer)
 
 
@@ -172,10 +175,12 @@ def _load_slices(
     exchange: Exchange,
     on_progress: OnProgress,
     on_layer: OnLayer | None,
+    proposal: Proposal | None,
 ) -> LoadedShard:
     weights = [shard.weight for shard in placement.shards]
     trace = _trace_or_none(lazy)
-    proposal = divisible_units(lazy, trace)
+    if proposal is None:
+        proposal = divisible_units(lazy, trace)
     units = proposal.for_ranks(len(weights))
     if not units:
         raise PlacementError(
