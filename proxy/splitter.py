@@ -46,7 +46,8 @@ class Splitter:
         self._start = 0  # of the buffer
         self._after_tag = region is not Region.ANSWER
         self._call_from = Region.ANSWER  # where the open call began
-        self._call_text = ""  # of the open call, without what is in the buffer
+        self._call_text: list[str] = []  # of the open call, without what is in the buffer
+        self._num_call_chars = 0
         self._call_tag = ""
         self._call_start = 0
         self._space = ""  # before the last tag
@@ -89,7 +90,8 @@ class Splitter:
             self._consume(len(tag))
             return self._close_call(tag, is_cut=False, into=into)
         if into is Region.CALL:
-            self._call_from, self._call_text, self._call_tag = self.region, "", self._space + tag
+            self._call_from, self._call_tag = self.region, self._space + tag
+            self._call_text, self._num_call_chars = [], 0
             self._call_start = self._start - len(self._space)
         self._consume(len(tag))
         self.region = into
@@ -98,24 +100,25 @@ class Splitter:
 
     def _close_call(self, tag: str, *, is_cut: bool, into: Region = Region.ANSWER) -> list[Found]:
         assert self._markup.parse_calls is not None
-        calls = None if is_cut else read_calls(self._markup.parse_calls, self._call_text, self._tools)
+        text = "".join(self._call_text)
+        calls = None if is_cut else read_calls(self._markup.parse_calls, text, self._tools)
         if calls is not None:
             self.region = into
             self._after_tag = True
             return [Calls(calls)]
-        whole = self._call_tag + self._call_text + tag
+        whole = self._call_tag + text + tag
         self.region = self._call_from if self._call_from is not Region.HEADER else Region.ANSWER
         self._after_tag = False
-        self._call_text = ""
         return [Stretch(self.region, whole, self._call_start)]
 
     def _advance(self, end: int, *, is_before_tag: bool) -> list[Found]:
         """Take the buffer up to `end`, as text of the region."""
         self._space = ""
         if self.region is Region.CALL:
-            self._call_text += self._buffer[:end]
+            self._call_text.append(self._buffer[:end])
+            self._num_call_chars += end
             self._consume(end)
-            if len(self._call_text) > MAX_CALL_CHARS:
+            if self._num_call_chars > MAX_CALL_CHARS:
                 return self._close_call("", is_cut=True)
             return []
         if self.region is Region.HEADER:

@@ -7,9 +7,9 @@ decoding a few tokens is cheap and runs where it is called.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
-import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_mesh.mesh.errors import MeshError, SettingsError
+from mlx_mesh.proxy import upstream
 from mlx_mesh.proxy.markup import Markup, Region, find_markup
+from mlx_mesh.proxy.templates import TemplateReads
 
 T = TypeVar("T")
 
@@ -94,11 +96,18 @@ class ModelTokenizer:
         self.vocab_size: int = len(tokenizer)
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.chat_template, self.chat_template_error = _chat_template(tokenizer, folder, chat_template)
+        self._python_template = None if chat_template else _python_template(tokenizer)
+        if self._python_template is not None:
+            self.chat_template, self.chat_template_error = None, ""
         self.end_token_ids = self._end_token_ids(folder)
         special = {
             name: i for i, token in added.items() if i in self._special_ids and (name := token.content)
         }
-        self.markup: Markup = find_markup(tokenizer, self.chat_template or "", special)
+        text = self.chat_template or (self._python_template.source if self._python_template else "")
+        self.template_reads = TemplateReads(
+            self.chat_template or "", more=("enable_thinking",) if self._python_template else ()
+        )
+        self.markup: Markup = find_markup(tokenizer, text, special)
         if not self.chat_template_error:
             self.chat_template_error = self._try_template()
 
@@ -154,14 +163,10 @@ class ModelTokenizer:
 
         return await self._in_thread(render_and_encode)
 
-    def template_reads(self, name: str) -> bool:
-        """Whether the chat template has a variable or field of this name."""
-        return re.search(rf"\b{re.escape(name)}\b", self.chat_template or "") is not None
-
     @property
     def takes_tools(self) -> bool:
         """Whether the template shows tools to the model, and its calls can be read."""
-        return self.markup.has_calls and self.template_reads("tools")
+        return self.markup.has_calls and self.template_reads.variable("tools")
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
         """Tokens of a short text as it stands inside another."""
@@ -169,14 +174,17 @@ class ModelTokenizer:
 
     def render(self, messages: list[dict[str, Any]], template_options: dict[str, Any] | None = None) -> str:
         """The prompt text of a conversation. Raises TemplateRefused."""
-        if self.chat_template is None:
+        if self.chat_template is None and self._python_template is None:
             raise TemplateRefused(self.chat_template_error)
+        options = {"add_generation_prompt": True, **(template_options or {})}
         try:
+            if self._python_template is not None:
+                return str(self._python_template.apply(messages, **options))
             text = self._tokenizer.apply_chat_template(
                 messages,
                 chat_template=self.chat_template,
                 tokenize=False,
-                **{"add_generation_prompt": True, **(template_options or {})},
+                **options,
             )
         except Exception as error:  # templates are programs of the model's authors
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error
@@ -269,6 +277,22 @@ class ModelTokenizer:
         except TemplateRefused as error:
             return str(error)
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _PythonTemplate:
+    """A chat template that is a function of mlx-lm, for families that have none in Jinja."""
+
+    apply: Callable[..., Any]
+    source: str
+
+
+def _python_template(tokenizer: Any) -> _PythonTemplate | None:
+    name = tokenizer.init_kwargs.get("chat_template_type")
+    if not name:
+        return None
+    module = upstream.load(f"chat_templates.{name}")
+    return _PythonTemplate(module.apply_chat_template, inspect.getsource(module))
 
 
 def _chat_template(tokenizer: Any, folder: Path, override: str) -> tuple[str | None, str]:

@@ -207,7 +207,9 @@ def _thinking(services: Services, body: Prompt) -> tuple[dict[str, Any], int | N
         raise invalid("Invalid 'thinking.type': enabled, adaptive or disabled.", param="thinking.type")
     if not tokenizer.markup.has_reasoning:
         return {}, None, strip  # it thinks nothing, within any budget
-    can_switch = tokenizer.template_reads("enable_thinking") or tokenizer.template_reads("thinking")
+    can_switch = tokenizer.template_reads.variable("enable_thinking") or tokenizer.template_reads.variable(
+        "thinking"
+    )
     if kind == "disabled":
         if can_switch:
             return template_options(tokenizer, enable_thinking=False), None, True
@@ -232,6 +234,6 @@ def _output_options(tokenizer: ModelTokenizer, body: Prompt) -> dict[str, Any]:
     effort = given.get("effort")
     if effort is not None and effort not in EFFORTS:
         raise invalid("Invalid 'output_config.effort'.", param="output_config.effort")
-    if effort is None or not tokenizer.template_reads("reasoning_effort"):
+    if effort is None or not tokenizer.template_reads.variable("reasoning_effort"):
         return {}
     return template_options(tokenizer, effort=effort, effort_param="output_config.effort")

@@ -57,9 +57,13 @@ def template_options(
     return options
 
 
+def can_switch_thinking(tokenizer: ModelTokenizer) -> bool:
+    return any(tokenizer.template_reads.variable(name) for name in _SWITCHES)
+
+
 def _switch(tokenizer: ModelTokenizer, is_on: bool, param: str) -> dict[str, Any]:
     for name in _SWITCHES:
-        if tokenizer.template_reads(name):
+        if tokenizer.template_reads.variable(name):
             return {name: is_on}
     if is_on == tokenizer.markup.has_reasoning:
         return {}  # it cannot be switched, and is as wanted
@@ -69,13 +73,13 @@ def _switch(tokenizer: ModelTokenizer, is_on: bool, param: str) -> dict[str, Any
 def _effort(tokenizer: ModelTokenizer, effort: str, param: str) -> dict[str, Any]:
     if effort not in EFFORTS:
         raise invalid(f"Invalid '{param}': one of {', '.join(EFFORTS)}.", param=param)
-    if tokenizer.template_reads("reasoning_effort"):
+    if tokenizer.template_reads.variable("reasoning_effort"):
         known = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
         options: dict[str, Any] = {"reasoning_effort": known.get(effort, effort)}
-        if effort == "none" and tokenizer.template_reads("enable_thinking"):
+        if effort == "none" and tokenizer.template_reads.variable("enable_thinking"):
             options["enable_thinking"] = False
         return options
-    if any(tokenizer.template_reads(name) for name in _SWITCHES):
+    if can_switch_thinking(tokenizer):
         return _switch(tokenizer, effort not in ("none", "minimal"), param)
     if effort == "none" and not tokenizer.markup.has_reasoning:
         return {}

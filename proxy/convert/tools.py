@@ -36,7 +36,7 @@ def require_tools(tokenizer: ModelTokenizer, param: str) -> None:
         return
     reason = (
         "the form of its calls is not known"
-        if tokenizer.template_reads("tools")
+        if tokenizer.template_reads.variable("tools")
         else "its chat template shows none to it"
     )
     raise invalid(

@@ -41,7 +41,7 @@ def template_message(message: ChatMessage, param: str, tokenizer: ModelTokenizer
 
 def earlier_reasoning(text: str, tokenizer: ModelTokenizer) -> dict[str, Any]:
     """Reasoning of an earlier turn under the name that the template reads; most show none."""
-    name = next((name for name in _REASONING_NAMES if tokenizer.template_reads(name)), None)
+    name = next((name for name in _REASONING_NAMES if tokenizer.template_reads.field(name)), None)
     return {name: text} if text and name else {}
 
 

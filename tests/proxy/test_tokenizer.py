@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.proxy.templates import TemplateReads
 from mlx_mesh.proxy.tokenizer import ModelTokenizer, PromptTooLong, TemplateRefused, TokenizerError
 
 Variant = Callable[..., ModelTokenizer]
@@ -165,3 +166,44 @@ assert not loaded, loaded
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir()), "the libraries wrote into the home folder"
+
+
+def test_a_template_in_python_of_mlx_lm_is_used_where_the_settings_name_it(
+    model_with: Callable[..., ModelTokenizer],
+) -> None:
+    model = model_with("unused", (), chat_template_type="deepseek_v32")
+    turns = [{"role": "user", "content": "hi"}]
+    text = model.render(turns)
+    assert "hi" in text and "unused" not in text
+    assert not model.chat_template_error
+    assert model.markup.think_end == "</think>"
+    texts = {
+        model.render([{"role": "user", "content": "hi"}], {"enable_thinking": on}) for on in (True, False)
+    }
+    assert len(texts) == 2 and model.template_reads.variable("enable_thinking")
+
+
+@pytest.mark.parametrize(
+    ("template", "variables"),
+    [
+        ("{% if enable_thinking %}a{% endif %}", {"enable_thinking"}),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}", {"thinking"}),
+        ("{# tools #} You are thinking with tools. {{ m.tools }}", set()),
+        ("{% generation %}{{ tools }}{% endgeneration %}", {"tools"}),
+        ("{% for t in tools %}{% break %}{% endfor %}", {"tools"}),
+        ("{% set tools = none %}{{ tools }}", set()),
+        ("{% some_extension tools %}", {"tools"}),
+    ],
+)
+def test_only_variables_of_a_template_are_taken_for_settings(template: str, variables: set[str]) -> None:
+    reads = TemplateReads(template)
+    found = {name for name in ("enable_thinking", "thinking", "tools") if reads.variable(name)}
+    assert found == variables
+
+
+def test_fields_of_messages_are_found_in_both_spellings() -> None:
+    reads = TemplateReads("{{ m.reasoning_content }}{{ m['thinking'] }} reasoning")
+    assert [name for name in ("reasoning_content", "thinking", "reasoning") if reads.field(name)] == [
+        "reasoning_content",
+        "thinking",
+    ]
