@@ -45,6 +45,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0  # SIGTERM: open requests may finish within
     heartbeat_interval_s: float = 1.0
     engine_silence_s: float = 3.0  # an engine without a heartbeat is frozen
+    proxy_silence_s: float = 15.0  # a proxy without a heartbeat is frozen; it may read a large body meanwhile
     heartbeat_timeout_s: float = 15.0  # an agent without a heartbeat is lost
     rejoin_timeout_s: float = 60.0
     step_floor_s: float = 30.0  # a step is never called stuck before this
@@ -502,7 +503,20 @@ class ProxyReady(Message, frozen=True):
     pid: int
 
 
-ProxyRequest = Submit | Cancel | StatusQuery | ProxyReady
+class Farewell(msgspec.Struct, frozen=True, kw_only=True):
+    """The last line, as JSON, that a launcher may write to an agent before it closes its stdin."""
+
+    reason: str
+    is_failure: bool  # the mesh broke; nobody asked for its end
+
+
+class ProxyBeat(Message, frozen=True):
+    """The proxy's loop runs. Sent every PROXY_BEAT_S from the first moment on."""
+
+
+PROXY_BEAT_S = 1.0
+
+ProxyRequest = Submit | Cancel | StatusQuery | ProxyReady | ProxyBeat
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -119,10 +119,15 @@ class Child:
         self._output.cancel()
         return code
 
-    async def wait_or_kill(self, within_s: float) -> int:
-        """For a child that is ending by itself: KILL it when it has not ended `within_s` seconds."""
+    async def has_ended(self, within_s: float) -> bool:
+        """Whether a child that is ending by itself does so `within_s` seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), within_s)
+        return self._process.returncode is not None
+
+    async def wait_or_kill(self, within_s: float) -> int:
+        """For a child that is ending by itself: KILL it when it has not ended `within_s` seconds."""
+        await self.has_ended(within_s)
         return await self.kill()
 
     async def stop(self, stop_s: float) -> int:

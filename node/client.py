@@ -16,6 +16,7 @@ import msgspec
 
 from mlx_mesh.mesh.errors import MeshError, ProtocolError
 from mlx_mesh.mesh.messages import (
+    PROXY_BEAT_S,
     Cancel,
     Chunk,
     Deadlines,
@@ -23,6 +24,7 @@ from mlx_mesh.mesh.messages import (
     Failed,
     GenerateRequest,
     MeshStatus,
+    ProxyBeat,
     ProxyConfig,
     ProxyEvent,
     ProxyReady,
@@ -131,6 +133,12 @@ class CoordinatorClient:
             for waiter in self._status_waiters.values():
                 if not waiter.done():
                     waiter.set_exception(StatusUnavailable(_GONE))
+
+    async def beat(self) -> None:
+        """Tell the agent that this loop runs, for ever: one that does not is killed."""
+        while True:
+            self._pipe.send(ProxyBeat())
+            await asyncio.sleep(PROXY_BEAT_S)
 
     def _dispatch(self, event: ProxyEvent) -> None:
         match event:

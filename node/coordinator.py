@@ -105,6 +105,7 @@ class Coordinator:
         self._helpers: list[asyncio.Task[Any]] = []
         self._helper_error: BaseException | None = None
         self._stop_reason: str | None = None
+        self._stop_code = ExitCode.OK
         self._is_hurried = False
         self._footprint: ModelFootprint | None = None
         self._placement: Placement | None = None
@@ -118,6 +119,7 @@ class Coordinator:
             config=self._proxy_config(),
             listen=listen,
             start_s=self.deadlines.spawn_s,
+            silence_s=self.deadlines.proxy_silence_s,
             on_request=lambda request: self._desk.hear(request),
             on_lost=self._lost_proxy,
             on_line=lambda line: self._switchboard.log(0, f"proxy: {line}"),
@@ -154,7 +156,7 @@ class Coordinator:
         try:
             await self._main_loop()
         except _Stopped:
-            reason, exit_code = self._stop_reason or "stopped", ExitCode.OK
+            reason, exit_code = self._stop_reason or "stopped", self._stop_code
         except MeshError as error:
             reason, exit_code = f"the mesh failed: {error}", error.exit_code
             raise
@@ -164,8 +166,10 @@ class Coordinator:
         finally:
             await self._shutdown(reason, exit_code)
 
-    def stop(self, reason: str, *, hurry: bool) -> None:
-        """Ask for the end: open requests may finish within drain_s, or not at all when in a hurry."""
+    def stop(self, reason: str, *, hurry: bool, is_failure: bool = False) -> None:
+        """Ask for the end: open requests may finish within drain_s, or not at all when in a hurry.
+        `is_failure`: it is no wish of the user's, and clients are told so."""
+        self._stop_code = ExitCode.FAILED if is_failure else self._stop_code
         self._stop_reason = self._stop_reason or reason
         self._is_hurried = self._is_hurried or hurry
         self._changed.set()
@@ -204,7 +208,7 @@ class Coordinator:
     async def _shutdown(self, reason: str, exit_code: ExitCode) -> None:
         self._desk.pause(reason)
         if exit_code is ExitCode.OK:
-            self._desk.fail_all("draining", "The mesh was stopped.", RETRY_AFTER_S)
+            self._desk.fail_all("draining", f"The mesh was stopped: {reason}.", RETRY_AFTER_S)
         else:
             self._desk.fail_all("mesh_failed", f"The mesh ended: {reason}")
         is_gentle = exit_code is ExitCode.OK and not self._is_hurried

@@ -12,6 +12,7 @@ from mlx_mesh.mesh.messages import (
     Failed,
     GenerateRequest,
     MeshStatus,
+    ProxyBeat,
     ProxyEvent,
     ProxyReady,
     ProxyRequest,
@@ -158,7 +159,7 @@ class Desk:
                 self._cancel(request_id)
             case StatusQuery(id=query_id):
                 self._send(StatusReply(id=query_id, status=self._status()))
-            case ProxyReady():
+            case ProxyReady() | ProxyBeat():
                 pass
 
     def _submit(self, request: GenerateRequest) -> None:

@@ -1,4 +1,5 @@
-"""The proxy child on the leader: started before anything is loaded, and started again when it dies."""
+"""The proxy child on the leader: started before anything is loaded, and started again when it dies or is
+frozen."""
 
 from __future__ import annotations
 
@@ -8,8 +9,15 @@ from socket import socket
 
 import msgspec
 
-from mlx_mesh.mesh.errors import BringUpError, ProtocolError
-from mlx_mesh.mesh.messages import ProxyConfig, ProxyEvent, ProxyReady, ProxyRequest
+from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError, ProtocolError
+from mlx_mesh.mesh.messages import (
+    PROXY_BEAT_S,
+    ProxyBeat,
+    ProxyConfig,
+    ProxyEvent,
+    ProxyReady,
+    ProxyRequest,
+)
 from mlx_mesh.node.children import Child, child_environment
 from mlx_mesh.node.pipe import AsyncPipe
 from mlx_mesh.node.processes import ProcessId, describe_exit
@@ -19,8 +27,18 @@ MAX_SHORT_LIVES = 3
 
 SHORT_LIFE_S = 10.0
 _RESTART_S = 0.5
-_EXIT_S = 2.0
+_EXIT_S = 10.0
+"""From the end of its pipe to its own: Python takes long to tear down on a busy host."""
+
 _NUM_LINES = 15
+
+
+class ProxyFailed(MeshError):
+    """The proxy ended with an error that the next one would meet too; the exit status is the proxy's."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Front:
@@ -34,17 +52,19 @@ class Front:
         config: ProxyConfig,
         listen: socket,
         start_s: float,
+        silence_s: float,
         on_request: Callable[[ProxyRequest], None],
         on_lost: Callable[[str], None],
         on_line: Callable[[str], None],
         on_change: Callable[[ProcessId], None],
     ) -> None:
-        """`start_s`: a proxy must say ProxyReady within; `on_lost`: it ended, with how; its open requests are
-        lost with it."""
+        """`start_s`: a proxy must say ProxyReady within; `silence_s`: and from then on never be silent for
+        longer; `on_lost`: it ended, with how; its open requests are lost with it."""
         self._program = tuple(program)
         self._config = msgspec.structs.replace(config, listen_fd=listen.fileno())
         self._listen = listen
         self._start_s = start_s
+        self._silence_s = silence_s
         self._on_request = on_request
         self._on_lost = on_lost
         self._on_line = on_line
@@ -54,6 +74,7 @@ class Front:
         self._pipe: AsyncPipe[ProxyRequest] | None = None
         self._greeting: Callable[[], ProxyEvent] | None = None
         self._is_stopping = False
+        self._num_silent = 0  # ticks since it was heard
         self.is_ready = False
         """A proxy accepts connections now."""
 
@@ -67,7 +88,8 @@ class Front:
             self._pipe.send(event)
 
     async def run(self) -> None:
-        """Until `stop`. Raises BringUpError when proxies keep dying at once."""
+        """Until `stop`. Raises ProxyFailed when a proxy says that it cannot serve this model or these
+        settings, BringUpError when proxies keep dying at once."""
         num_short_lives = 0
         loop = asyncio.get_running_loop()
         while not self._is_stopping:
@@ -78,10 +100,7 @@ class Front:
             num_short_lives = num_short_lives + 1 if loop.time() - born < SHORT_LIFE_S else 0
             self._on_lost(how)
             if num_short_lives >= MAX_SHORT_LIVES:
-                lines = "\n  ".join(self._last_lines())
-                raise BringUpError(
-                    f"the HTTP proxy {how}, {num_short_lives} times in a row. Its last lines:\n  {lines}"
-                )
+                raise BringUpError(f"the HTTP proxy {how}, {num_short_lives} times in a row. {self._words()}")
             await asyncio.sleep(_RESTART_S)
 
     async def _live_once(self) -> str:
@@ -102,34 +121,64 @@ class Front:
         if self._greeting is not None:
             pipe.send(self._greeting())
         self._pipe = pipe
-        problem = ""
+        problem, was_ready = "", False
         try:
             problem = await self._listen_to(pipe)
         finally:
+            was_ready = self.is_ready
             self.is_ready = False
             self._pipe = None
             await pipe.close()
-        # Without its pipe it serves nobody; one that is stopped on purpose has its time.
-        code = await (child.wait() if self._is_stopping else child.wait_or_kill(_EXIT_S))
-        return problem or describe_exit(code)
+        if self._is_stopping:  # it has its time
+            return describe_exit(await child.wait())
+        if problem:
+            await child.kill()
+            return problem
+        # Without its pipe it serves nobody.
+        is_killed = not await child.has_ended(_EXIT_S)
+        code = await child.kill()
+        if is_killed:
+            return f"closed its pipe but did not end within {_EXIT_S:g} s, and was killed"
+        if not was_ready and code in (ExitCode.USAGE, ExitCode.PREFLIGHT):
+            raise ProxyFailed(f"the HTTP proxy {describe_exit(code)}. {self._words()}", ExitCode(code))
+        return describe_exit(code)
 
     async def _listen_to(self, pipe: AsyncPipe[ProxyRequest]) -> str:
         """Pass requests on until the end; returns why it must be killed, '' when it ended by itself."""
+        watch: asyncio.Task[None] | None = None
         try:
-            async with asyncio.timeout(self._start_s) as until_ready:
+            async with asyncio.timeout(self._start_s) as limit:
                 while (request := await pipe.receive()) is not None:
-                    if isinstance(request, ProxyReady):
+                    self._num_silent = 0
+                    if isinstance(request, ProxyReady) and watch is None:
                         self.is_ready = True
-                        until_ready.reschedule(None)
-                    self._on_request(request)
+                        limit.reschedule(None)
+                        watch = asyncio.create_task(self._watch(limit), name="proxy silence")
+                    if not isinstance(request, ProxyBeat):
+                        self._on_request(request)
         except TimeoutError:
+            if self.is_ready:
+                return f"was silent for {self._silence_s:g} s (proxy_silence_s): it hung or was stopped"
             return f"did not accept connections within {self._start_s:g} s (spawn_s)"
         except ProtocolError as error:
             return f"sent nonsense ({error})"
+        finally:
+            if watch is not None:
+                watch.cancel()
         return ""
 
-    def _last_lines(self) -> list[str]:
-        return list(self._child.last_lines)[-_NUM_LINES:] if self._child is not None else []
+    async def _watch(self, limit: asyncio.Timeout) -> None:
+        """Let `limit` expire once the proxy is silent. Ticks of this loop are counted, not time: when this
+        process slept, the proxy's heartbeats are still to be read."""
+        tick_s = min(PROXY_BEAT_S, self._silence_s / 4)
+        while (self._num_silent + 1) * tick_s <= self._silence_s:
+            await asyncio.sleep(tick_s)
+            self._num_silent += 1
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    def _words(self) -> str:
+        lines = list(self._child.last_lines)[-_NUM_LINES:] if self._child is not None else []
+        return "\n  ".join(["Its last lines:", *lines]) if lines else "It said nothing."
 
     async def stop(self, stop_s: float) -> None:
         """End the proxy: TERM lets it finish its answers."""

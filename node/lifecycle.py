@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import zmq.asyncio
 
 from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError, SettingsError
@@ -28,6 +29,7 @@ from mlx_mesh.mesh.messages import (
     AgentMessage,
     AgentStarted,
     AgentStopped,
+    Farewell,
     LogLine,
     RankLog,
 )
@@ -46,6 +48,7 @@ from mlx_mesh.node.ports import bind_http
 from mlx_mesh.node.run_file import RunFile, safe_name, state_root
 
 _LOOPBACK = "127.0.0.1"
+_FAREWELL_BYTES = 64 * 1024
 
 
 class AgentProcess:
@@ -100,11 +103,12 @@ class AgentProcess:
         """Somebody asked for the end."""
         return self._stop_request is not None
 
-    def stop(self, reason: str, *, hurry: bool) -> None:
-        """Ask for the end: a leader lets open requests finish unless in a hurry."""
+    def stop(self, reason: str, *, hurry: bool, is_failure: bool = False) -> None:
+        """Ask for the end: a leader lets open requests finish unless in a hurry, and tells their clients
+        whether it was wished for."""
         self._stop_request = (reason, hurry)
         if self._coordinator is not None:
-            self._coordinator.stop(reason, hurry=hurry)
+            self._coordinator.stop(reason, hurry=hurry, is_failure=is_failure)
         elif self._agent is not None:
             self._agent.stop(reason)
 
@@ -255,11 +259,23 @@ def _on_signal(process: AgentProcess, name: str) -> None:
 
 def _watch_input(fd: int, loop: asyncio.AbstractEventLoop, process: AgentProcess) -> None:
     """In a thread: a read that blocks works on files, pipes and terminals alike."""
+    said = b""
     with contextlib.suppress(OSError):
-        while os.read(fd, 4096):
-            pass
+        while data := os.read(fd, 4096):
+            said = (said + data)[-_FAREWELL_BYTES:]
+    why = read_farewell(said)
     with contextlib.suppress(RuntimeError):  # the loop is closed already
-        loop.call_soon_threadsafe(lambda: process.stop("the launcher is gone (end of input)", hurry=True))
+        loop.call_soon_threadsafe(
+            lambda: process.stop(why.reason, hurry=True, is_failure=why.is_failure),
+        )
+
+
+def read_farewell(said: bytes) -> Farewell:
+    """Why a launcher closed its agent's input, by the last line that it wrote there."""
+    lines = said.splitlines()
+    with contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(lines[-1] if lines else b"", type=Farewell)
+    return Farewell(reason="the launcher is gone (end of input)", is_failure=False)
 
 
 # ---------------------------------------------------------------- pieces

@@ -25,7 +25,7 @@ from mlx_mesh.node.client import CoordinatorClient, read_config
 from mlx_mesh.proxy.app import build_app
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.services import Services
-from mlx_mesh.proxy.tokenizer import ModelTokenizer
+from mlx_mesh.proxy.tokenizer import ModelTokenizer, TokenizerError
 
 GRACEFUL_STOP_S = 2
 """After SIGTERM, for answers that are being written; the agent kills after `Deadlines.stop_s`."""
@@ -50,6 +50,9 @@ def main() -> int:
         pipe.set_inheritable(False)
         config = read_config(pipe)
         asyncio.run(serve(config, pipe))
+    except TokenizerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.PREFLIGHT  # another start would meet the same files
     except MeshError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -62,6 +65,7 @@ async def serve(config: ProxyConfig, pipe: socket.socket) -> None:
     listener.set_inheritable(False)
     client = await CoordinatorClient.open(pipe)
     events = asyncio.create_task(_follow_agent(client))
+    beats = asyncio.create_task(client.beat())
     tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model, config.chat_template)
     if tokenizer.chat_template_error:
         _log.warning("chat completions are refused: %s", tokenizer.chat_template_error)
@@ -88,6 +92,7 @@ async def serve(config: ProxyConfig, pipe: socket.socket) -> None:
     try:
         await server.serve(sockets=[listener])
     finally:
+        beats.cancel()
         events.cancel()
         tokenizer.close()
         await client.close()
@@ -134,4 +139,7 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)  # what imported libraries do at the interpreter's end takes seconds on a busy host

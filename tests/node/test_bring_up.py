@@ -339,11 +339,24 @@ async def test_an_engine_that_sends_nonsense_is_killed_and_told(run_mesh: Any) -
 
 async def test_a_proxy_that_keeps_dying_ends_the_mesh_with_its_last_lines(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
+        mesh.proxy_script = {"start": "exit:1"}
+        leader = await mesh.start_leader()
+        error = await failed(leader)
+        assert "HTTP proxy ended with status 1, 3 times in a row" in error.message
+        assert "the proxy has a problem" in error.message
+
+
+async def test_a_proxy_that_cannot_serve_this_model_is_started_once_and_its_own_status_is_told(
+    run_mesh: Any,
+) -> None:
+    async with run_mesh() as mesh:
         mesh.proxy_script = {"start": "exit:3"}
         leader = await mesh.start_leader()
         error = await failed(leader)
-        assert "HTTP proxy ended with status 3" in error.message
+        assert error.exit_code == ExitCode.PREFLIGHT
+        assert "HTTP proxy ended with status 3. Its last lines:" in error.message
         assert "the proxy has a problem" in error.message
+        assert len([log for log in leader.output.all(LogLine) if "proxy serves" in log.line]) == 1
 
 
 async def test_http_answers_while_the_model_loads(run_mesh: Any) -> None:

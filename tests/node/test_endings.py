@@ -15,7 +15,16 @@ import msgspec
 import pytest
 
 from mlx_mesh.mesh.errors import ExitCode
-from mlx_mesh.mesh.messages import AgentConfig, AgentListening, EpochEnded, LauncherEvent, MeshReady
+from mlx_mesh.mesh.messages import (
+    AgentConfig,
+    AgentListening,
+    Chunk,
+    EpochEnded,
+    Failed,
+    Farewell,
+    LauncherEvent,
+    MeshReady,
+)
 from mlx_mesh.node.processes import ProcessId, identify, is_alive
 from mlx_mesh.node.run_file import RunRecord
 
@@ -103,6 +112,21 @@ async def test_the_end_of_input_ends_both_hosts(run_mesh: Any) -> None:
         await follower.ended()
         await gone(children)
         assert not leader.run_file.exists() and not follower.run_file.exists()
+
+
+async def test_the_launchers_last_line_tells_clients_why_the_mesh_ended(run_mesh: Any) -> None:
+    async with run_mesh() as mesh, two_hosts(mesh) as (leader, follower, _):
+        line = await mesh.connect(msgspec.json.decode(leader.run_file.read_bytes())["url"])
+        await line.ready()
+        line.submit("a", 100_000)
+        await line.wait_for(Chunk)
+        why = Farewell(reason="The agent on mac9 is gone.", is_failure=True)
+        leader.process.stdin.write(msgspec.json.encode(why) + b"\n")
+        leader.process.stdin.close()
+        failed = await line.wait_for(Failed)
+        assert failed.code == "mesh_failed" and "The agent on mac9 is gone." in failed.message
+        await leader.ended()
+        await follower.ended()
 
 
 async def test_a_killed_leader_takes_the_follower_with_it(run_mesh: Any) -> None:

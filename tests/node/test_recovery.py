@@ -192,6 +192,24 @@ async def test_a_dead_proxy_is_replaced_and_its_requests_are_cancelled(run_mesh:
         assert status.epoch == 1 and status.ranks[0].phase is Phase.READY
 
 
+async def test_a_frozen_proxy_is_killed_and_replaced_and_its_requests_are_cancelled(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.deadlines = msgspec.structs.replace(mesh.deadlines, proxy_silence_s=2.0)
+        leader, line = await mesh.up()
+        line.submit("a", 100_000)
+        await line.wait_for(Chunk)
+        record = (mesh.state / "mac1" / "test" / "agent-mac1.json").read_bytes()
+        os.kill(msgspec.json.decode(record)["proxy"]["pid"], signal.SIGSTOP)
+        await leader.output.wait_for(
+            str, lambda note: "HTTP proxy was silent for 2 s (proxy_silence_s)" in note
+        )
+        fresh = await mesh.connect(leader.output.all(MeshReady)[0].url)
+        await fresh.ready()
+        assert (await fresh.status()).num_open == 0
+        fresh.submit("b", 4)
+        assert await fresh.answer("b") == (mesh.undisturbed_tokens(4), "length")
+
+
 async def test_a_full_queue_is_refused_with_a_hint_to_come_back(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
         mesh.plans = [HostPlan(name="local")]

@@ -19,6 +19,7 @@ import pytest
 
 from mlx_mesh.mesh.messages import (
     Chunk,
+    ProxyBeat,
     ProxyConfig,
     ProxyReady,
     ProxyRequest,
@@ -66,8 +67,14 @@ class Proxy:
             }
             self.pipe.send(ProxyConfig(**settings))
 
+    def hear(self) -> ProxyRequest | None:
+        """The next message that is no heartbeat."""
+        while isinstance(message := self.pipe.receive(), ProxyBeat):
+            pass
+        return message
+
     def wait_until_serving(self) -> None:
-        message = self.pipe.receive()
+        message = self.hear()
         assert message == ProxyReady(pid=self.process.pid)
         self.pipe.send(Readiness(ready=True, reason="", world_size=1, context_length=100, epoch=1))
 
@@ -112,7 +119,7 @@ def test_it_serves_on_the_inherited_socket_and_leaves_at_once_with_the_agent(
     with proxy.http() as http:
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            message = proxy.pipe.receive()
+            message = proxy.hear()
             assert isinstance(message, Submit) and response.status_code == 200
             proxy.sock.close()  # the agent dies with a request open
             started = time.monotonic()
@@ -133,7 +140,7 @@ def test_sigterm_lets_an_answer_finish_and_sigint_is_the_agents_matter(
     os.kill(proxy.process.pid, signal.SIGINT)
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     with proxy.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as response:
-        message = proxy.pipe.receive()
+        message = proxy.hear()
         assert isinstance(message, Submit)
         os.kill(proxy.process.pid, signal.SIGTERM)
         proxy.pipe.send(Chunk(chunk=TokenChunk(id=message.request.id, finish_reason="stop")))

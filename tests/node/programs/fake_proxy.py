@@ -15,7 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from mlx_mesh.mesh.messages import ProxyEvent, ProxyReady, ProxyRequest, StatusQuery, StatusReply
+from mlx_mesh.mesh.messages import (
+    ProxyBeat,
+    ProxyEvent,
+    ProxyReady,
+    ProxyRequest,
+    StatusQuery,
+    StatusReply,
+)
 from mlx_mesh.node.client import read_config
 from mlx_mesh.node.pipe import AsyncPipe
 
@@ -40,6 +47,12 @@ async def main(fd: int, action: str) -> None:
             pipe.send(request)
         clients.discard(writer)
 
+    async def beat() -> None:
+        while True:
+            pipe.send(ProxyBeat())
+            await asyncio.sleep(0.1)
+
+    beats = asyncio.create_task(beat())
     await asyncio.start_server(serve, sock=socket.socket(fileno=os.dup(config.listen_fd)))
     if action != "hang":
         pipe.send(ProxyReady(pid=os.getpid()))
@@ -47,6 +60,7 @@ async def main(fd: int, action: str) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, pipe.send, StatusQuery(id="last"))
     while (event := await pipe.receive()) is not None:
         if isinstance(event, StatusReply) and event.id == "last":
+            beats.cancel()
             await asyncio.gather(*(writer.drain() for writer in clients))
             return
         line = msgspec.json.encode(event) + b"\n"
