@@ -220,6 +220,18 @@ def test_thinking_is_switched_and_limited(
     assert len(front.coordinator.requests) == num_requests
 
 
+def test_reasoning_that_no_template_can_switch_off_is_ended_at_once(
+    start_front: Any, saying: Any, model_with: Any, families: Any
+) -> None:
+    turns = families.TURNS + "{% if add_generation_prompt %}assistant\n<think>\n{% endif %}{#</think>#}"
+    model = model_with(turns)
+    front = start_front(saying(model.plain_ids("yes")), model=model)
+    answer = front.post(PATH, {**USER, "thinking": {"type": "disabled"}}).json()
+    assert answer["content"] == [{"type": "text", "text": "yes"}]
+    (request,) = front.coordinator.requests
+    assert model.decode(request.sent_ids) == "\n</think>\n\n"
+
+
 def test_omitted_thinking_stays_away(serve: Any) -> None:
     front = serve("hm</think>yes")
     body = {**USER, "thinking": {"type": "adaptive", "display": "omitted"}}

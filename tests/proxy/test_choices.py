@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -138,6 +139,27 @@ def test_an_open_answer_ends_on_request_on_all_ranks(start_front: Any, ids_of: I
     assert front.coordinator.cancelled.get(timeout=5) == front.coordinator.requests[0].id
     again = front.http.post("/v1/requests/mine-1/cancel")
     assert (again.status_code, again.json()["error"]["code"]) == (404, "request_not_found")
+
+
+def test_a_stream_is_ended_by_the_id_that_it_shows(start_front: Any, ids_of: IdsOf) -> None:
+    async def endless(request: GenerateRequest) -> AsyncIterator[TokenChunk | Failed]:
+        yield TokenChunk(id="", token_ids=tuple(ids_of("some")))
+        await asyncio.Event().wait()
+
+    front = start_front(endless)
+    for path, body, cancel in (
+        (CHAT, USER, "/v1/requests/{}/cancel"),
+        ("/v1/responses", {"input": "hi"}, "/v1/responses/{}/cancel"),
+        ("/v1/messages", {**USER, "max_tokens": 9}, "/v1/requests/{}/cancel"),
+    ):
+        with front.http.stream("POST", path, json={**body, "stream": True}) as response:
+            lines = response.iter_lines()
+            first = next(line for line in lines if line.startswith("data: "))
+            (answer_id,) = re.findall(r'"id":"((?:chatcmpl-|resp_|msg_)\w+)"', first)
+            assert front.http.post(cancel.format(answer_id)).status_code == 200
+            assert "was cancelled" in "".join(lines)
+        assert front.coordinator.cancelled.get(timeout=5) == answer_id
+    assert front.http.post("/v1/responses/resp_1/cancel").status_code == 404
 
 
 def test_models_list_their_aliases_and_each_of_them_is_taken(plain_front: Any, model_folder: Any) -> None:
