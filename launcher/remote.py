@@ -82,6 +82,9 @@ class RemoteHost(Protocol):
     def connect_to(self, host: str, port: int, timeout_s: float) -> socket.socket:
         """A stream to an address as that host sees it. Raises OSError."""
 
+    def be_patient(self, limit_s: float) -> None:
+        """A connection that is silent counts as lost after `limit_s` from now on, not earlier."""
+
     def close(self) -> None: ...
 
 
@@ -166,6 +169,9 @@ class LocalHost:
 
     def connect_to(self, host: str, port: int, timeout_s: float) -> socket.socket:
         return socket.create_connection((host, port), timeout=timeout_s)
+
+    def be_patient(self, limit_s: float) -> None:
+        """There is no connection."""
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -123,6 +123,9 @@ class SshHost:
         threading.Thread(target=_relay, args=(channel, far), daemon=True).start()
         return near
 
+    def be_patient(self, limit_s: float) -> None:
+        self._pinger.limit_s = max(self._pinger.limit_s, limit_s)
+
     def close(self) -> None:
         self._pinger.stop()
         for transport in reversed(self._transports):
@@ -231,7 +234,7 @@ class _Pinger:
         self.verdict = ""
         self._transport = transport
         self._interval_s = interval_s
-        self._limit_s = interval_s * count
+        self.limit_s = interval_s * count
         self._stop = threading.Event()
         self._answered_at = time.monotonic()
         self._asked_at: float | None = None
@@ -254,8 +257,8 @@ class _Pinger:
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self._interval_s)) and self._transport.is_active():
             asked_at = self._asked_at
-            if asked_at is not None and time.monotonic() - asked_at > self._limit_s:
-                self.verdict = f"no answer for {self._limit_s:g} s"
+            if asked_at is not None and time.monotonic() - asked_at > self.limit_s:
+                self.verdict = f"no answer for {self.limit_s:g} s"
                 self._transport.close()
                 return
 

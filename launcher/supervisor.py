@@ -1,7 +1,8 @@
 """Agents of one mesh: start the leader's, then the others, tell what they say, and end all of them.
 
 The launcher knows an agent by its command line, the lines it prints and its exit only. An attached agent ends
-by itself when its stdin closes, so a launcher that is killed leaves nothing behind.
+by itself when its stdin closes, so a launcher that is killed leaves nothing behind. When the connection to
+a follower is lost while the mesh runs, it is made again and an agent is started there anew.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -22,9 +23,17 @@ from mlx_mesh.launcher.config import LaunchConfig, plan_size
 from mlx_mesh.launcher.console import Console
 from mlx_mesh.launcher.faults import HostFault
 from mlx_mesh.launcher.measured import read_measurements
-from mlx_mesh.launcher.preflight import ReadyHost
+from mlx_mesh.launcher.preflight import ReadyHost, open_host
 from mlx_mesh.launcher.programs import processes
-from mlx_mesh.launcher.remote import Exit, LocalHost, RemoteProcess, Stream, new_marker, run_program
+from mlx_mesh.launcher.remote import (
+    Exit,
+    LocalHost,
+    RemoteHost,
+    RemoteProcess,
+    Stream,
+    new_marker,
+    run_program,
+)
 from mlx_mesh.launcher.state import AgentProcess
 from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError
 from mlx_mesh.mesh.measurements import rates_of, slowest_link
@@ -35,6 +44,7 @@ from mlx_mesh.mesh.messages import (
     AgentStarted,
     AgentStopped,
     EpochEnded,
+    Farewell,
     HostPlan,
     LauncherEvent,
     LogLine,
@@ -49,6 +59,8 @@ NUM_LAST_LINES = 12
 IDENTIFY_TIMEOUT_S = 20.0
 LAST_WORDS_S = 2.0  # after the first agent ended, how long the others may still name the cause
 STOP_MARGIN_S = 5.0
+REACH_AGAIN_S = 2.0  # between two attempts to reach a host
+OLD_AGENT_S = 5.0  # an agent whose connection was lost: to end by itself, by TERM, by KILL, so long each
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +103,21 @@ class _StartFailed:
     fault: HostFault
 
 
-_Item = _Said | _Printed | _Ended | _Identified | StopAsked | _StartFailed
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """A host whose connection was lost; nothing of its old agent is left."""
+
+    index: int
+    remote: RemoteHost
+
+
+@dataclass(frozen=True, slots=True)
+class _NotReached:
+    index: int
+    why: str
+
+
+_Item = _Said | _Printed | _Ended | _Identified | StopAsked | _StartFailed | _Reached | _NotReached
 
 
 class LaunchFailed(MeshError):
@@ -112,6 +138,7 @@ class _Agent:
     started: str = ""
     is_asked: bool = False  # its start time is being asked for
     exit: Exit | None = None
+    has_said_its_end: bool = False  # then it has cleaned up after itself
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
 
     @property
@@ -139,8 +166,12 @@ class Supervisor:
         self._coordinator = ""
         self._ready: MeshReady | None = None
         self._failed: AgentFailed | None = None
+        self._failed_index = 0
+        self._cause = ""  # why the mesh broke, as the user is told
         self._broken = ""  # the first thing that went wrong without an AgentFailed
         self._stop_asked = ""
+        self._is_closing = threading.Event()  # nobody is to be reached again
+        self._reopened: list[RemoteHost] = []
         self._is_stopping = False
         self._is_hurried = False  # asked again while stopping: go straight to KILL
 
@@ -282,9 +313,14 @@ class Supervisor:
             case _Ended(index, exit):
                 self._agents[index].exit = exit
                 if not self._is_stopping:
-                    self._break(f"The agent on {self._agents[index].host.entry.name} is gone: {exit}.", index)
+                    self._ended(index, exit)
             case _StartFailed(fault):
                 self._break(str(fault), None)
+            case _Reached(index, remote):
+                self._start_again(index, remote)
+            case _NotReached(index, why):
+                name = self._agents[index].host.entry.name
+                self._console.warn(f"The agent on {name} cannot be started again from here: {why}")
             case StopAsked(why):
                 self._is_hurried = self._is_stopping
                 self._stop_asked = self._stop_asked or why
@@ -314,14 +350,19 @@ class Supervisor:
                     console.finish_progress()
                     console.say(f"Ready again after {event.seconds:.1f} s (epoch {event.epoch}).")
                 self._ready = self._ready or event
+                for agent in self._agents:
+                    agent.host.remote.be_patient(self._config.deadlines.rejoin_timeout_s)
             case EpochEnded():
                 console.finish_progress()
                 console.say(f"Epoch {event.epoch} ended: {event.cause}")
             case AgentFailed():
-                self._failed = self._failed or event
+                self._agents[index].has_said_its_end = True
+                if self._failed is None:
+                    self._failed, self._failed_index = event, index
                 if index != 0:  # the leader's own reason stands in the final error
                     console.log("agent", self._agents[index].host.entry.name, event.message)
             case AgentStopped():
+                self._agents[index].has_said_its_end = True
                 if event.reason and not self._is_stopping:
                     console.log("agent", self._agents[index].host.entry.name, f"stopped: {event.reason}")
 
@@ -355,6 +396,72 @@ class Supervisor:
             )
         )
 
+    # ------------------------------------------------------------ a connection that was lost
+
+    def _ended(self, index: int, exit: Exit) -> None:
+        name = self._agents[index].host.entry.name
+        if not exit.lost or index == 0 or self._ready is None:
+            self._break(f"The agent on {name} is gone: {exit}.", index)
+            return
+        limit_s = self._config.deadlines.rejoin_timeout_s
+        self._console.finish_progress()
+        self._console.warn(
+            f"The SSH connection to {name} was lost ({exit.lost}). The mesh goes on or waits for it; trying "
+            f"for {limit_s:g} s (rejoin_timeout_s) to reach {name} and to start its agent again."
+        )
+        threading.Thread(target=self._reach_again, args=(index, limit_s), daemon=True).start()
+
+    def _reach_again(self, index: int, limit_s: float) -> None:
+        """In a thread: connect, and see that the old agent is gone."""
+        host = self._agents[index].host
+        end = time.monotonic() + limit_s
+        while not self._is_closing.is_set():
+            remote: RemoteHost | None = None
+            try:
+                remote = open_host(host.entry, self._config.ssh_config)
+                self._end_old_agent(index, remote)
+            except MeshError as error:
+                if remote is not None:
+                    remote.close()
+                if time.monotonic() > end:
+                    self._items.put(_NotReached(index, str(error)))
+                    return
+                self._is_closing.wait(REACH_AGAIN_S)
+                continue
+            self._items.put(_Reached(index, remote))
+            return
+
+    def _end_old_agent(self, index: int, remote: RemoteHost) -> None:
+        """Its stdin has ended with the connection, or will; one that was never identified is left to that."""
+        agent = self._agents[index]
+        if not agent.pid or not agent.started:
+            return
+        request = {
+            "do": "end",
+            "processes": [[agent.pid, agent.started]],
+            "wait_s": OLD_AGENT_S,
+            "term_s": OLD_AGENT_S,
+            "kill_s": OLD_AGENT_S,
+        }
+        limit_s = 3 * OLD_AGENT_S + IDENTIFY_TIMEOUT_S
+        run_program(remote, agent.host.python, "processes", request, limit_s)
+
+    def _start_again(self, index: int, remote: RemoteHost) -> None:
+        agent = self._agents[index]
+        self._reopened.append(remote)
+        agent.host = replace(agent.host, remote=remote)
+        if self._is_stopping:
+            return
+        remote.be_patient(self._config.deadlines.rejoin_timeout_s)
+        agent.exit, agent.pid, agent.started, agent.has_said_its_end = None, 0, "", False
+        try:
+            self._start_agent(index)
+        except HostFault as fault:
+            agent.process = None
+            self._items.put(_NotReached(index, str(fault)))
+            return
+        self._console.say(f"Reached {agent.host.entry.name} again; its agent is started anew.")
+
     # ------------------------------------------------------------ failure
 
     def _break(self, what: str, index: int | None) -> None:
@@ -366,15 +473,24 @@ class Supervisor:
         return "Its last lines:\n  " + "\n  ".join(lines) if lines else "It said nothing."
 
     def _raise_if_broken(self) -> None:
-        """Turn the first failure into an exception, after giving all agents a moment to name the cause."""
+        """Turn the first failure into an exception, after giving all agents a moment to name the cause. What
+        followers say of a leader that is gone is a symptom: how it ended is known here."""
         if not self._broken and self._failed is None:
             return
         end = time.monotonic() + LAST_WORDS_S
-        while self._failed is None and (left := end - time.monotonic()) > 0:
+        leader = self._agents[0]
+        while (left := end - time.monotonic()) > 0:
+            if leader.exit is not None or (self._failed is not None and self._failed_index == 0):
+                break
             self._take(timeout_s=left)
-        if self._failed is not None:
-            raise LaunchFailed(self._failed.message, _exit_code(self._failed.exit_code))
-        raise LaunchFailed(self._broken, ExitCode.FAILED if self._ready else ExitCode.BRING_UP)
+        code = ExitCode.FAILED if self._ready else ExitCode.BRING_UP
+        if leader.exit is not None and not leader.has_said_its_end:
+            self._cause = f"The agent on {leader.host.entry.name} is gone: {leader.exit}. {self._words_of(0)}"
+        elif self._failed is not None:
+            self._cause, code = self._failed.message, _exit_code(self._failed.exit_code)
+        else:
+            self._cause = self._broken
+        raise LaunchFailed(self._cause, code)
 
     # ------------------------------------------------------------ down
 
@@ -385,18 +501,24 @@ class Supervisor:
         Then the others' stdin closes, then KILL by pid and start time.
         """
         self._is_stopping = True
+        self._is_closing.set()
         self._console.finish_progress()
         limit_s = 2 * self._config.deadlines.stop_s + STOP_MARGIN_S
         self._close(self._agents[:1])
         self._wait_until_gone(self._agents[:1], limit_s)
         self._close(self._agents[1:])
         self._wait_until_gone(self._agents, limit_s)
-        left = [self._kill(agent) for agent in reversed(self._agents)]
+        left = [self._kill(agent) or self._forget(agent) for agent in reversed(self._agents)]
+        for remote in reversed(self._reopened):
+            remote.close()
         return [what for what in left if what]
 
     def _close(self, agents: Sequence[_Agent]) -> None:
+        reason = (self._cause or self._stop_asked or "the launcher ends it").splitlines()[0]
+        farewell = Farewell(reason=reason.rstrip("."), is_failure=bool(self._cause))
         for agent in agents:
             if agent.is_running and agent.process is not None:
+                agent.process.send(msgspec.json.encode(farewell) + b"\n")
                 agent.process.close_stdin()
 
     def _wait_until_gone(self, agents: Sequence[_Agent], limit_s: float) -> None:
@@ -425,6 +547,27 @@ class Supervisor:
         except MeshError as error:
             return f"{told} may still run, it ends by itself once it misses the leader ({error})"
         return f"{told} does not end even by SIGKILL" if answer.get(str(agent.pid)) == "alive" else ""
+
+    def _forget(self, agent: _Agent) -> str:
+        """Remove the run file of an agent that could not do it itself, now that its end is certain."""
+        if not agent.pid or agent.has_said_its_end or (agent.exit is not None and agent.exit.lost):
+            return ""
+        name, stop_s = agent.host.entry.name, self._config.deadlines.stop_s
+        try:
+            if isinstance(agent.host.remote, LocalHost):
+                return processes.forget(self._config.name, name, agent.pid, stop_s)
+            request = {
+                "do": "forget",
+                "name": self._config.name,
+                "host": name,
+                "pid": agent.pid,
+                "kill_s": stop_s,
+            }
+            limit_s = 2 * stop_s + IDENTIFY_TIMEOUT_S
+            answer = run_program(agent.host.remote, agent.host.python, "processes", request, limit_s)
+        except MeshError as error:
+            return f"{name}: what its killed agent left behind could not be looked for ({error})"
+        return str(answer["left"])
 
 
 def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:

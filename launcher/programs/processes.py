@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,11 +66,42 @@ def wait_until_gone(pid: int, since: str, limit_s: float) -> bool:
     return True
 
 
+def forget(mesh: str, host: str, pid: int, kill_s: float) -> str:
+    """Remove the run file of agent `pid`, which was killed, once the children named in it are gone, too.
+    Returns what is left, in words."""
+    root = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(root) if Path(root).is_absolute() else Path.home() / ".local" / "state"
+    path = base / "mlx-mesh" / mesh / f"agent-{re.sub(r'[^A-Za-z0-9._-]', '_', host).lstrip('.') or '_'}.json"
+    try:
+        record = json.loads(path.read_bytes())
+        if record["agent"]["pid"] != pid:
+            return ""  # somebody else's by now
+        children = [child for child in (*record["engines"].values(), record["proxy"]) if child]
+        for child in children:  # they end by themselves with their agent
+            since = str(child["start_time"])
+            if sys.platform == "linux":
+                since = since.rpartition(":")[2]  # what is before it tells the boot
+            if end(child["pid"], " ".join(since.split()), 0.0, kill_s, wait_s=kill_s) == "alive":
+                return (
+                    f"{host}: a child of the killed agent (pid {child['pid']}) does not end even by SIGKILL"
+                )
+        path.unlink()
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{host}: the killed agent's {path} cannot be read or removed ({error}); remove it"
+    return ""
+
+
 def main(marker: str, request: str) -> None:
-    """`{"do": "identify", "pids": [..]}`, or `{"do": "end", "processes": [[pid, started]..], ...}`."""
+    """`{"do": "identify", "pids": [..]}`, `{"do": "end", "processes": [[pid, started]..], ...}`, or
+    `{"do": "forget", ...}`."""
     asked = json.loads(request)
+    answer: dict[str, str]
     if asked["do"] == "identify":
         answer = {str(pid): started(pid) for pid in asked["pids"]}
+    elif asked["do"] == "forget":
+        answer = {"left": forget(asked["name"], asked["host"], asked["pid"], asked["kill_s"])}
     else:
         answer = {
             str(pid): end(pid, since, asked["term_s"], asked["kill_s"], asked.get("wait_s", 0.0))

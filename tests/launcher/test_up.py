@@ -281,6 +281,99 @@ def test_a_follower_that_dies_later_ends_the_mesh_with_its_name(
     assert all(is_gone(agent["pid"]) for agent in agents)
 
 
+def test_how_the_leaders_agent_ended_is_told_and_not_what_a_follower_says_of_it(
+    over_ssh: tuple[list[object], Any, Any], tmp_path: Path
+) -> None:
+    arguments, fake, _ = over_ssh
+    now, then = str(tmp_path / "now"), str(tmp_path / "then")
+    fake.set_behaviour(mac1={"die_on": then}, mac2={"fail_on": now, "then": then})
+    with up(*arguments) as running:
+        running.read_until("is ready")
+        Path(now).touch()
+        assert running.wait() == ExitCode.FAILED
+    assert "mlx-mesh: The agent on mac1 is gone: it was ended by" in running.output
+
+
+def test_the_run_file_of_a_killed_agent_is_removed(
+    local: tuple[Path, Any], state_home: Path, tmp_path: Path
+) -> None:
+    hostfile, fake = local
+    fake.set_behaviour(mac1={"die_on": str(tmp_path / "now"), "run_file": True})
+    with up(hostfile) as running:
+        running.read_until("is ready")
+        wait_until(lambda: (state_home / "mlx-mesh" / "studio" / "agent-mac1.json").exists())
+        (tmp_path / "now").touch()
+        assert running.wait() == ExitCode.FAILED
+    assert "The agent on mac1 is gone: it was ended by SIGKILL" in running.output
+    assert list((state_home / "mlx-mesh" / "studio").iterdir()) == []
+
+
+# ---------------------------------------------------------------- connections that break
+
+
+@pytest.fixture
+def impatient(
+    fake_python: Callable[..., Any], start_sshd: Callable[..., Any], tmp_path: Path
+) -> tuple[list[object], Any]:
+    """Two hosts, the follower over an SSH connection that counts as dead after 2 s."""
+    fake, sshd = fake_python("remote"), start_sshd("a")
+    sshd.add_host("one")
+    sshd.add_host("two", "ServerAliveInterval 1", "ServerAliveCountMax 2")
+    hostfile = tmp_path / "two.yaml"
+    hostfile.write_text(
+        f"name: two\nmodel: /m\nserve: {{port: 0}}\ndefaults: {{python: {fake.python}}}\n"
+        "hosts: [{name: mac1, ssh: one}, {name: mac2, ssh: two}]\n"
+    )
+    return [hostfile, "--ssh-config", sshd.config], fake
+
+
+def agent_of(fake: Any, host: str) -> int:
+    return int(next(agent["pid"] for agent in fake.agents() if agent["host"] == host))
+
+
+def connection_of(pid: int) -> int:
+    """The sshd process that holds the connection of a command."""
+    done = subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def test_a_connection_that_is_silent_for_a_while_does_not_end_the_mesh(
+    impatient: tuple[list[object], Any],
+) -> None:
+    arguments, fake = impatient
+    with up(*arguments) as running:
+        running.read_until("is ready")
+        agent = agent_of(fake, "mac2")
+        silent = connection_of(agent)
+        os.kill(silent, signal.SIGSTOP)
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.process.wait(timeout=6.0)
+        finally:
+            os.kill(silent, signal.SIGCONT)
+        assert agent_of(fake, "mac2") == agent and not is_gone(agent)
+        assert running.end() == ExitCode.OK
+    assert "lost" not in running.output
+    assert is_gone(agent)
+
+
+def test_a_connection_that_broke_is_made_again_and_the_agent_started_anew(
+    impatient: tuple[list[object], Any],
+) -> None:
+    arguments, fake = impatient
+    with up(*arguments) as running:
+        running.read_until("is ready")
+        agent = agent_of(fake, "mac2")
+        os.kill(connection_of(agent), signal.SIGKILL)
+        running.read_until("warning: The SSH connection to mac2 was lost")
+        running.read_until("Reached mac2 again; its agent is started anew")
+        wait_until(lambda: agent_of(fake, "mac2") != agent)
+        fresh = agent_of(fake, "mac2")
+        assert is_gone(agent) and not is_gone(fresh)
+        assert running.end() == ExitCode.OK
+    assert is_gone(fresh)
+
+
 def test_ctrl_c_while_coming_up_leaves_nothing(local: tuple[Path, Any], state_home: Path) -> None:
     hostfile, fake = local
     fake.set_behaviour(mac1={"hang": True})

@@ -121,8 +121,10 @@ async def test_the_launchers_last_line_tells_clients_why_the_mesh_ended(run_mesh
         line.submit("a", 100_000)
         await line.wait_for(Chunk)
         why = Farewell(reason="The agent on mac9 is gone.", is_failure=True)
-        leader.process.stdin.write(msgspec.json.encode(why) + b"\n")
-        leader.process.stdin.close()
+        stdin = leader.process.stdin
+        assert stdin is not None
+        stdin.write(msgspec.json.encode(why) + b"\n")
+        stdin.close()
         failed = await line.wait_for(Failed)
         assert failed.code == "mesh_failed" and "The agent on mac9 is gone." in failed.message
         await leader.ended()

@@ -73,6 +73,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def write_run_file() -> None:
+    """As the real one does; only a real one removes it."""
+    folder = pathlib.Path(os.environ["XDG_STATE_HOME"]) / "mlx-mesh" / CONFIG["mesh_name"]
+    record = {"agent": {"pid": os.getpid(), "start_time": "x"}, "engines": {}, "proxy": None}
+    (folder / f"agent-{HOST}.json").write_text(json.dumps(record))
+
+
+def wait_for_file(path: str) -> None:
+    while not pathlib.Path(path).exists():
+        time.sleep(0.02)
+
+
 def lead() -> None:
     say("agentlistening", coordinator="127.0.0.1:4242", agent_pid=os.getpid())
     wanted = len(CONFIG["mesh"]["hosts"])
@@ -103,9 +115,15 @@ def main() -> None:
         raise RuntimeError(mine["crash"])
     if LEADS and not mine.get("hang"):
         lead()
+    if mine.get("run_file"):
+        write_run_file()
+    if mine.get("fail_on"):
+        wait_for_file(mine["fail_on"])
+        say("agentfailed", message="the coordinator is gone", exit_code=1)
+        pathlib.Path(mine["then"]).touch()
+        sys.exit(1)
     if mine.get("die_on"):  # a file whose appearance ends this agent as a signal would
-        while not pathlib.Path(mine["die_on"]).exists():
-            time.sleep(0.02)
+        wait_for_file(mine["die_on"])
         os.kill(os.getpid(), signal.SIGKILL)
     sys.stdin.buffer.read()
     if mine.get("ignore_eof"):
