@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TextIO, cast
 
 from mlx_mesh import __version__
@@ -94,7 +95,17 @@ def _up(arguments: Arguments) -> int:
         hostfile = local_hostfile(arguments.sim, "sim")
     else:
         hostfile = read_hostfile(arguments.hostfile)
-    return _bring_up(arguments, build_config(hostfile, _flags(arguments), os.environ))
+    config = build_config(hostfile, _flags(arguments), os.environ)
+    return _bring_up(arguments, _with_faults(config, arguments) if arguments.fault else config)
+
+
+def _with_faults(config: LaunchConfig, arguments: Arguments) -> LaunchConfig:
+    """The fault kit is not even imported without the flag."""
+    if arguments.sim is None:
+        raise SettingsError("--fault makes ranks fail on order; it goes with --sim N only.")
+    from mlx_mesh.mesh.faults import check_faults
+
+    return replace(config, faults=check_faults(arguments.fault, arguments.sim))
 
 
 def _serve(arguments: Arguments) -> int:
@@ -270,6 +281,13 @@ def build_parser() -> argparse.ArgumentParser:
         choices=[Sharding.AUTO, Sharding.TENSOR, Sharding.PIPELINE],
         help="default: auto",
     )
+    up_parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="with --sim: make a rank fail, like kill:1@decode+5 (docs/failures.md)",
+    )
     up_parser.add_argument("--backend", type=_backend, help="auto, ring, jaccl, jaccl-ring or nccl")
     _add_launch_flags(up_parser)
 
@@ -334,6 +352,11 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check the hosts, show the plan, start nothing"
     )
+    parser.add_argument(
+        "--paranoid",
+        action="store_true",
+        help="compare all ranks after each step, before its tokens are sent",
+    )
     parser.add_argument("--detached-fd", type=int, help=argparse.SUPPRESS)
 
 
@@ -363,4 +386,5 @@ def _flags(arguments: Arguments) -> Flags:
         max_sequences=arguments.max_sequences,
         context=arguments.context,
         ssh_config=arguments.ssh_config,
+        paranoid=arguments.paranoid,
     )

@@ -32,6 +32,7 @@ class Flags:
     max_sequences: int | None = None
     context: int | None = None
     ssh_config: str | None = None
+    paranoid: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class LaunchConfig:
     context_length: int = 0  # 0 = the model's
     ssh_config: str = ""  # '' = ~/.ssh/config
     notes: tuple[str, ...] = ()
+    paranoid: bool = False
+    faults: tuple[str, ...] = ()  # of --fault
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @property
@@ -127,6 +130,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         context_length=flags.context or 0,
         ssh_config=str(Path(flags.ssh_config).expanduser().resolve()) if flags.ssh_config else "",
         notes=hostfile.notes,
+        paranoid=flags.paranoid,
     )
 
 

@@ -262,6 +262,7 @@ class Supervisor:
             attached=True,
             deadlines=config.deadlines,
             mesh=mesh_config(config, [agent.host for agent in self._agents]) if index == 0 else None,
+            faults=config.faults,
         )
 
     # ------------------------------------------------------------ what the agents say
@@ -598,6 +599,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         served_model_names=config.served_model_names,
         context_length=config.context_length,
         max_sequences=config.max_sequences,
+        paranoid=config.paranoid,
         plan_context=context,
         plan_sequences=sequences,
         link=slowest_link([host.facts for host in hosts], measurements, config.backend),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from mlx_mesh.mesh.messages import Deadlines, EngineFailed
 from mlx_mesh.mesh.types import Phase
@@ -22,7 +23,25 @@ STABLE_S = 600.0
 """An epoch that was ready for so long is no part of a crash loop, even when nobody asked it anything."""
 
 DETERMINISTIC_KINDS = frozenset({"config", "memory", "version"})
-"""Kinds of EngineFailed that would happen again: never retried."""
+"""Kinds of EngineFailed that would happen again: never retried. Once ready, only requests ask for memory, and
+the rule for suspects finds the one that asks for too much."""
+
+STEP_FACTOR = 10.0
+"""A step may take so many times as long as its rank predicted for it."""
+
+
+class VerdictKind(StrEnum):
+    """What kind of failure ended an epoch; a label of the metrics."""
+
+    REPORTED = "reported"  # an engine said why it ends
+    LOST_AGENT = "lost_agent"
+    DEAD_ENGINE = "dead_engine"
+    SILENT_AGENT = "silent_agent"
+    SILENT_ENGINE = "silent_engine"
+    STUCK_STEP = "stuck_step"
+    LOST_PEER = "lost_peer"
+    DIVERGED = "diverged"
+    LATE = "late"  # a phase of bring-up missed its deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +54,12 @@ class RankView:
     step: int = 0
     layer: int = 0
     busy_s: float = 0.0  # how long its current step has taken; 0 = not in a step
+    expected_s: float = 0.0  # what it predicted for that step; below 0 = its first one
     progress_age_s: float = 0.0  # since phase, step or layer last moved
     heartbeat_age_s: float | None = None
     agent_beats_since: int = 0  # beats of its agent that came after its last heartbeat
     exited: str = ""  # "ended with status 3", "was killed by SIGKILL"; '' = alive
+    exited_by_itself: bool = False  # a status or a crash, not a signal from outside
     failure: EngineFailed | None = None
     failure_age_s: float = 0.0
 
@@ -62,6 +83,22 @@ class Verdict:
     phase: str
     evidence: str
     retryable: bool = True
+    kind: VerdictKind = VerdictKind.LATE
+    by_itself: bool = False
+    """An engine ended on its own account: what it was computing may be the reason."""
+    silent_s: float = 0.0
+    """For how long there was no sign of life or progress; 0 = the cause was heard of at once."""
+
+    @property
+    def wants_stacks(self) -> bool:
+        """Where the engines stand explains it: nobody said why they do not go on."""
+        return self.kind in (
+            VerdictKind.SILENT_ENGINE,
+            VerdictKind.STUCK_STEP,
+            VerdictKind.LOST_PEER,
+            VerdictKind.DIVERGED,
+            VerdictKind.LATE,
+        )
 
     def __str__(self) -> str:
         who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
@@ -97,22 +134,44 @@ def _reported_failure(ranks: Sequence[RankView], *, deterministic: bool) -> Verd
         failure = view.failure
         if failure is None or failure.kind == "peer_lost":
             continue
-        if (failure.kind in DETERMINISTIC_KINDS) == deterministic:
-            return Verdict(view.rank, view.host, failure.phase, failure.message, retryable=not deterministic)
+        if is_deterministic(failure) == deterministic:
+            return Verdict(
+                view.rank,
+                view.host,
+                failure.phase,
+                failure.message,
+                retryable=not deterministic,
+                kind=VerdictKind.REPORTED,
+                by_itself=True,
+            )
     return None
+
+
+def is_deterministic(failure: EngineFailed) -> bool:
+    """It would happen again."""
+    if failure.kind == "memory":
+        return failure.phase is not Phase.READY
+    return failure.kind in DETERMINISTIC_KINDS
 
 
 def _lost_agent(ranks: Sequence[RankView], agents: Sequence[AgentView]) -> Verdict | None:
     for agent in agents:
         if agent.lost:
-            return Verdict(None, agent.host, _phase_of(agent, ranks), agent.lost)
+            return Verdict(None, agent.host, _phase_of(agent, ranks), agent.lost, kind=VerdictKind.LOST_AGENT)
     return None
 
 
 def _dead_engine(ranks: Sequence[RankView]) -> Verdict | None:
     for view in ranks:
         if view.exited and view.failure is None:
-            return Verdict(view.rank, view.host, view.phase, f"its engine {view.exited}")
+            return Verdict(
+                view.rank,
+                view.host,
+                view.phase,
+                f"its engine {view.exited}",
+                kind=VerdictKind.DEAD_ENGINE,
+                by_itself=view.exited_by_itself,
+            )
     return None
 
 
@@ -126,7 +185,14 @@ def _silent_agent(
                 f"(heartbeat_timeout_s is {deadlines.heartbeat_timeout_s:g}): the host is frozen, asleep "
                 "or cut off"
             )
-            return Verdict(None, agent.host, _phase_of(agent, ranks), evidence)
+            return Verdict(
+                None,
+                agent.host,
+                _phase_of(agent, ranks),
+                evidence,
+                kind=VerdictKind.SILENT_AGENT,
+                silent_s=agent.beat_age_s,
+            )
     return None
 
 
@@ -152,32 +218,50 @@ def _silent_engine(
     if not silent:
         return None
     view = max(silent, key=lambda v: v.heartbeat_age_s or 0.0)
+    silent_s = view.heartbeat_age_s or 0.0
     evidence = (
         f"no heartbeat of its engine for {view.heartbeat_age_s:.1f} s "
         f"(engine_silence_s is {deadlines.engine_silence_s:g}) while its agent answers: "
         "the process is stopped or frozen"
     )
-    return Verdict(view.rank, view.host, view.phase, evidence)
+    return Verdict(
+        view.rank, view.host, view.phase, evidence, kind=VerdictKind.SILENT_ENGINE, silent_s=silent_s
+    )
+
+
+def step_limit(view: RankView, deadlines: Deadlines) -> tuple[float, str]:
+    """How long the rank's current step may take without a sign of progress, and in words why."""
+    if view.expected_s < 0:
+        return deadlines.first_step_s, f"first_step_s is {deadlines.first_step_s:g}"
+    predicted_s = STEP_FACTOR * view.expected_s
+    if predicted_s > deadlines.step_floor_s:
+        return predicted_s, (
+            f"its limit is {predicted_s:.1f}: {STEP_FACTOR:g} times the {view.expected_s:.1f} s predicted"
+        )
+    return deadlines.step_floor_s, f"step_floor_s is {deadlines.step_floor_s:g}"
 
 
 def _stuck_step(ranks: Sequence[RankView], deadlines: Deadlines, open_s: float) -> Verdict | None:
-    limit_s = deadlines.step_floor_s
-    stuck = [view for view in ranks if min(view.busy_s, view.progress_age_s) > limit_s]
+    stuck = [view for view in ranks if min(view.busy_s, view.progress_age_s) > step_limit(view, deadlines)[0]]
     if stuck:
         # Everyone waits for the rank that got least far.
         view = min(stuck, key=lambda v: (v.step, v.layer, -v.progress_age_s))
+        stuck_s = min(view.busy_s, view.progress_age_s)
         evidence = (
-            f"step {view.step} has not moved past layer {view.layer} for "
-            f"{min(view.busy_s, view.progress_age_s):.1f} s (step_floor_s is {limit_s:g})"
+            f"step {view.step} has not moved past layer {view.layer} for {stuck_s:.1f} s "
+            f"({step_limit(view, deadlines)[1]})"
         )
-        return Verdict(view.rank, view.host, view.phase, evidence)
+        return Verdict(
+            view.rank, view.host, view.phase, evidence, kind=VerdictKind.STUCK_STEP, silent_s=stuck_s
+        )
+    limit_s = deadlines.step_floor_s
     leader = next((view for view in ranks if view.rank == 0 and view.phase is Phase.READY), None)
     if leader is not None and leader.busy_s == 0.0 and min(open_s, leader.progress_age_s) > limit_s:
-        evidence = (
-            f"requests are open but no step began for {min(open_s, leader.progress_age_s):.1f} s "
-            f"(step_floor_s is {limit_s:g})"
+        idle_s = min(open_s, leader.progress_age_s)
+        evidence = f"requests are open but no step began for {idle_s:.1f} s (step_floor_s is {limit_s:g})"
+        return Verdict(
+            leader.rank, leader.host, leader.phase, evidence, kind=VerdictKind.STUCK_STEP, silent_s=idle_s
         )
-        return Verdict(leader.rank, leader.host, leader.phase, evidence)
     return None
 
 
@@ -186,7 +270,14 @@ def _lost_peer(ranks: Sequence[RankView]) -> Verdict | None:
         failure = view.failure
         if failure is not None and failure.kind == "peer_lost" and view.failure_age_s > SYMPTOM_GRACE_S:
             evidence = f"{failure.message} (no rank ended before it: the data link broke)"
-            return Verdict(view.rank, view.host, failure.phase, evidence)
+            return Verdict(
+                view.rank,
+                view.host,
+                failure.phase,
+                evidence,
+                kind=VerdictKind.LOST_PEER,
+                silent_s=view.failure_age_s,
+            )
     return None
 
 

@@ -49,6 +49,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_timeout_s: float = 15.0  # an agent without a heartbeat is lost
     rejoin_timeout_s: float = 60.0
     step_floor_s: float = 30.0  # a step is never called stuck before this
+    first_step_s: float = 120.0  # the first step after loading: kernels compile, pages are read
     request_s: float = 3600.0
 
 
@@ -86,6 +87,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     link: Link | None = None  # the slowest between hosts, for placement; None = unknown
     server_rank: int = 0  # user rank of the leader (manual bootstrap); shown in status
     max_restarts: int = 3
+    paranoid: bool = False  # compare all ranks after each step, before its tokens are passed on
     deadlines: Deadlines = Deadlines()
 
 
@@ -107,6 +109,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     attached: bool = True  # end of file on stdin ends this agent
     deadlines: Deadlines = Deadlines()
     mesh: MeshConfig | None = None
+    faults: tuple[str, ...] = ()  # of `up --sim N --fault ...`, see mesh.faults; () = the plain engine
 
 
 # ---------------------------------------------------------------- generation
@@ -138,6 +141,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # end-of-text ids; the matched id ends it with "stop"
     logprobs: int | None = None  # None = none; k = the chosen token and the k best
     sent_ids: tuple[int, ...] = ()
+    max_time_s: float = 0.0  # the request's own deadline, from its submission; 0 = request_s only
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +241,8 @@ class Load(Message, frozen=True):
     prefill_step_size: int
     context_length: int
     adapter: str = ""  # folder of a LoRA or DoRA adapter on each host
+    is_paranoid: bool = False  # report a StepDigest after every step
+    kv_budget_tokens: int = 0  # of the tightest rank, over all rows; 0 = not limited
 
 
 class WarmUp(Message, frozen=True):
@@ -281,6 +287,7 @@ class PhaseReached(Message, frozen=True):
     plan_endpoint: str = ""
     weights_bytes: int = 0
     detail: str = ""
+    plan_digest: str = ""  # with LOADED: Placement.digest() of what was loaded
 
 
 class Progress(Message, frozen=True):
@@ -304,13 +311,26 @@ class Heartbeat(Message, frozen=True):
     memory_bytes: int = 0
     peak_memory_bytes: int = 0
     cache_bytes: int = 0
+    expected_s: float = -1.0  # predicted seconds of the current step; below 0 = nothing measured yet
+    steps_s: float = 0.0  # seconds in steps since the start
+    kv_tokens: int = 0  # tokens in the caches of all rows
+    digests: tuple[tuple[int, str], ...] = ()  # the newest checkpoints, see divergence.DigestBook
+
+
+class StepDigest(Message, frozen=True):
+    """Under --paranoid, from every rank after every step: its history up to and with that step."""
+
+    step: int
+    digest: str
 
 
 class Tokens(Message, frozen=True):
-    """Leader only: what one step produced."""
+    """Leader only: what one step produced; `admitted` are requests that the steps to come take part in,
+    said before any rank computes them."""
 
     step: int
     chunks: tuple[TokenChunk, ...]
+    admitted: tuple[str, ...] = ()
 
 
 class RequestFailed(Message, frozen=True):
@@ -329,7 +349,9 @@ class EngineFailed(Message, frozen=True):
     message: str
 
 
-EngineReport = EngineHello | PhaseReached | Progress | Heartbeat | Tokens | RequestFailed | EngineFailed
+EngineReport = (
+    EngineHello | PhaseReached | Progress | Heartbeat | StepDigest | Tokens | RequestFailed | EngineFailed
+)
 
 # ---------------------------------------------------------------- agent -> coordinator
 
@@ -458,11 +480,13 @@ class ToEngine(Message, frozen=True):
 
 
 class StopEpoch(Message, frozen=True):
-    """KILL the engines of this epoch (TERM first when `gently`), then answer EpochStopped."""
+    """KILL the engines of this epoch (TERM first when `gently`), then answer EpochStopped. `dump`: first have
+    each print where its threads stand."""
 
     epoch: int
     gently: bool
     reason: str
+    dump: bool = False
 
 
 class Shutdown(Message, frozen=True):
@@ -495,6 +519,7 @@ class StatusQuery(Message, frozen=True):
     """Ask for MeshStatus; `id` comes back."""
 
     id: str
+    with_metrics: bool = False
 
 
 class ProxyReady(Message, frozen=True):
@@ -541,6 +566,16 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class Metric(msgspec.Struct, frozen=True, kw_only=True):
+    """One value for Prometheus; several with one name differ in their labels."""
+
+    name: str  # as Prometheus shows it, with _total on counters
+    kind: Literal["counter", "gauge"]
+    help: str
+    value: float
+    labels: dict[str, str] = {}
+
+
 class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The live state of a mesh, from heartbeats only."""
 
@@ -562,6 +597,7 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions | None
     context_length: int
     restarts: int = 0
+    metrics: tuple[Metric, ...] = ()  # when they were asked for
 
 
 class StatusReply(Message, frozen=True):

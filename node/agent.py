@@ -298,7 +298,9 @@ class Agent:
                 case ToEngine():
                     self._forward(order)
                 case StopEpoch():
-                    await self._engines.stop(gently=order.gently, stop_s=self._deadlines.stop_s)
+                    await self._engines.stop(
+                        gently=order.gently, stop_s=self._deadlines.stop_s, dump=order.dump
+                    )
                     self._channel.send(EpochStopped(epoch=order.epoch))
 
     async def _start_epoch(self, order: StartEpoch) -> None:

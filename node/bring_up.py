@@ -43,6 +43,7 @@ class EpochPlan:
     max_sequences: int
     prefill_step_size: int
     context_length: int
+    is_paranoid: bool
     is_first: bool  # no epoch was ready before: what misses a deadline now is not tried again
 
 
@@ -186,6 +187,7 @@ async def _load(control: Control, plan: EpochPlan) -> None:
                 max_sequences=plan.max_sequences,
                 prefill_step_size=plan.prefill_step_size,
                 context_length=plan.context_length,
+                is_paranoid=plan.is_paranoid,
             ),
         )
     limit = control.deadlines.load_stall_s
@@ -209,6 +211,19 @@ async def _load(control: Control, plan: EpochPlan) -> None:
         )
 
     await control.wait(lambda: not loading(), left, late)
+    _compare_plans(control.roster, plan.placement)
+
+
+def _compare_plans(roster: Roster, placement: Placement) -> None:
+    """Every rank loaded its share of the same plan, or the mesh ends: raises PreflightError."""
+    expected = placement.digest()
+    for record in roster.ranks:
+        digest = record.reached[Phase.LOADED].plan_digest
+        if digest and digest != expected:
+            raise PreflightError(
+                f"rank {record.rank} on {roster.host_of(record.rank)} loaded plan {digest[:12]}, the "
+                f"coordinator made {expected[:12]}. Install the same version of mlx-mesh on all hosts."
+            )
 
 
 async def _warm_up(control: Control, plan: EpochPlan) -> None:

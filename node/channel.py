@@ -72,6 +72,7 @@ class CoordinatorChannel:
         """Set when some TCP connection ended; the owner probes its peers with `send` and clears it."""
         self.num_rejected_frames = 0
         self.num_failed_handshakes = 0
+        self.num_lost_links = 0
 
     @classmethod
     def open(cls, context: zmq.asyncio.Context, keys: MeshKeys, endpoint: str) -> CoordinatorChannel:
@@ -120,6 +121,7 @@ class CoordinatorChannel:
             if event & _FAILED_HANDSHAKES:
                 self.num_failed_handshakes += 1
             elif event & zmq.EVENT_DISCONNECTED:
+                self.num_lost_links += 1
                 self.link_lost.set()
 
     def send(self, peer: bytes, message: CoordinatorMessage) -> bool:

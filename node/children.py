@@ -16,6 +16,11 @@ from mlx_mesh.node.processes import ProcessId, identify
 
 LAST_LINES = 40
 MAX_LINE_BYTES = 8192
+STACKS_S = 0.5
+"""What a child has to print its stacks; it takes milliseconds."""
+
+LAST_FRAME = " in <module>"
+"""Of the main thread, which faulthandler prints last."""
 
 _CHUNK_BYTES = 65536
 _DRAIN_S = 1.0  # a grandchild may hold the output open after the child is gone
@@ -34,11 +39,13 @@ class Programs:
     inspect: tuple[str, ...]
 
     @classmethod
-    def default(cls) -> Programs:
-        """Our own modules under this interpreter, isolated from the environment and the working directory."""
+    def default(cls, faults: Sequence[str] = ()) -> Programs:
+        """Our own modules under this interpreter, isolated from the environment and the working directory.
+        With `faults` the engines are those that fail on order."""
         python = (sys.executable, "-I", "-u", "-m")
+        faulty = ("mlx_mesh.node.engine.faulty", "--faults", ",".join(faults))
         return cls(
-            engine=(*python, "mlx_mesh.node.engine"),
+            engine=(*python, *(faulty if faults else ("mlx_mesh.node.engine",))),
             proxy=(*python, "mlx_mesh.proxy"),
             inspect=(*python, "mlx_mesh.node.engine.inspect"),
         )
@@ -63,6 +70,7 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._process = process
         self._on_line = on_line
+        self._stacks_end = asyncio.Event()
         self._identity = identify(process.pid)
         self._output = asyncio.create_task(self._read_output(), name=f"output of pid {process.pid}")
 
@@ -144,6 +152,19 @@ class Child:
         self._signal(signal.SIGKILL)
         return await self.wait()
 
+    async def print_stacks(self) -> None:
+        """Have a child that registered faulthandler for SIGUSR1 print where it stands, also inside a native
+        call and when it is stopped. Waits for the last line, STACKS_S at most."""
+        self._stacks_end.clear()
+        self._signal(signal.SIGUSR1)
+        self._signal(signal.SIGCONT)  # a stopped one prints first of all: it is killed right after
+        printed = asyncio.create_task(self._stacks_end.wait())
+        ended = asyncio.create_task(self._process.wait())  # SIGUSR1 ends a child that is still starting
+        await asyncio.wait((printed, ended), timeout=STACKS_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in (printed, ended):
+            task.cancel()
+        await asyncio.gather(printed, ended, return_exceptions=True)
+
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -166,5 +187,7 @@ class Child:
     def _take(self, line: bytes) -> None:
         text = line[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip()
         if text:
+            if LAST_FRAME in text:
+                self._stacks_end.set()
             self.last_lines.append(text)
             self._on_line(text)

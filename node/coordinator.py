@@ -18,7 +18,7 @@ from typing import Any
 
 from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError
 from mlx_mesh.mesh.footprint import ModelFootprint
-from mlx_mesh.mesh.membership import ObservedClock, RestartBudget, Verdict, judge
+from mlx_mesh.mesh.membership import ObservedClock, RestartBudget, Verdict, VerdictKind, judge
 from mlx_mesh.mesh.messages import (
     AgentConfig,
     CoordinatorMessage,
@@ -26,6 +26,7 @@ from mlx_mesh.mesh.messages import (
     EpochEnded,
     MeshReady,
     MeshStatus,
+    Metric,
     PlanChosen,
     ProxyConfig,
     Shutdown,
@@ -36,6 +37,7 @@ from mlx_mesh.mesh.types import Backend, Phase, Placement, Sharding
 from mlx_mesh.node.bring_up import EpochPlan, bring_up, choose_backend
 from mlx_mesh.node.channel import CoordinatorChannel
 from mlx_mesh.node.children import Programs
+from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
 from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
 from mlx_mesh.node.front import Front
 from mlx_mesh.node.gathering import compare_hosts, place_model, plan_links, seat_names, who_is_missing
@@ -44,6 +46,7 @@ from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
 from mlx_mesh.node.processes import ProcessId
 from mlx_mesh.node.roster import Member, Roster
+from mlx_mesh.node.stacks import where_it_stood
 from mlx_mesh.node.status import rank_rows
 from mlx_mesh.node.switchboard import Switchboard
 
@@ -114,6 +117,8 @@ class Coordinator:
         self._next_cause = "start"
         self._was_ready = False
         self._num_restarts = 0
+        self._counters = MeshCounters()
+        self._broke_at: float | None = None
         self._front = Front(
             program=programs.proxy,
             config=self._proxy_config(),
@@ -268,8 +273,18 @@ class Coordinator:
                 self.deadlines,
                 self._desk.owed_s,
             )
+            verdict = verdict or self._divergence()
             if verdict is not None:
                 raise EpochBroken(verdict)
+
+    def _divergence(self) -> Verdict | None:
+        found = self.roster.epoch.divergence
+        if found is None:
+            return None
+        record = self.roster.ranks[found.odd]
+        return Verdict(
+            found.odd, self.roster.host_of(found.odd), record.phase, str(found), kind=VerdictKind.DIVERGED
+        )
 
     async def _settle(self, done: Callable[[], bool], limit_s: float) -> None:
         """Wait without judging anybody; the end of the mesh does not depend on it."""
@@ -333,6 +348,7 @@ class Coordinator:
             prefill_step_size=self.mesh.prefill_step_size or (_PIPELINE_PREFILL if is_pipeline else _PREFILL),
             context_length=self._context_length(),
             is_first=not self._was_ready,
+            is_paranoid=self.mesh.paranoid,
         )
 
     def _context_length(self) -> int:
@@ -345,6 +361,7 @@ class Coordinator:
 
     def _begin_epoch(self) -> None:
         self.roster.begin_epoch(self._next_cause, self._now())
+        self._counters.num_epochs += 1
         self._desk.pause("loading the model")
 
     def _open(self) -> None:
@@ -352,6 +369,9 @@ class Coordinator:
         epoch = self.roster.epoch
         epoch.ready_at = self._now()
         self._was_ready = True
+        self._counters.note_ready(
+            self.age(epoch.began_at), None if self._broke_at is None else self.age(self._broke_at)
+        )
         num_again = self._desk.open(epoch.number, self._context_length())
         if num_again:
             self._output.note(f"admitted {num_again} open requests again")
@@ -384,11 +404,18 @@ class Coordinator:
         epoch = self.roster.epoch
         ready_s = self.age(epoch.ready_at) if epoch.ready_at is not None else 0.0
         epoch.ready_at = None
-        budget = budget.epoch_ended(str(verdict), completed_step=epoch.has_completed_step, ready_s=ready_s)
+        self._broke_at = self._now()
+        self._count(verdict)
+        num_convicted = self._desk.epoch_ended(by_itself=verdict.by_itself)
+        self._counters.num_convicted += num_convicted
+        # An epoch that a request is to blame for says nothing about the mesh.
+        budget = budget.epoch_ended(
+            str(verdict), completed_step=epoch.has_completed_step or num_convicted > 0, ready_s=ready_s
+        )
         is_final = not verdict.retryable or budget.is_exhausted
         self._output.event(EpochEnded(epoch=epoch.number, cause=str(verdict), final=is_final))
         self._desk.pause(f"recovering: {verdict}" if self._was_ready else str(verdict))
-        await self._stop_epoch(str(verdict), gently=False)
+        await self._stop_epoch(str(verdict), gently=False, dump=verdict.wants_stacks)
         if is_final:
             raise self._final_error(verdict, budget)
         if verdict.phase == Phase.CONNECTING:
@@ -397,9 +424,20 @@ class Coordinator:
                 "again with new engines on new ports"
             )
         self._num_restarts += 1
-        self._next_cause = str(verdict)
+        self._next_cause = str(verdict) + self._stacks()
         await self._settle(lambda: self._stop_reason is not None, budget.delay_s)
         return budget
+
+    def _count(self, verdict: Verdict) -> None:
+        who = f"host {verdict.host}" if verdict.rank is None else f"rank {verdict.rank}"
+        self._counters.verdicts[verdict.kind, str(verdict.phase), who] += 1
+        self._counters.silent_s += verdict.silent_s
+        self._counters.num_divergences += verdict.kind is VerdictKind.DIVERGED
+
+    def _stacks(self) -> str:
+        """Where the engines of the epoch that was just ended stood, as far as they said so."""
+        stood = [(record.rank, where_it_stood(tuple(record.lines))) for record in self.roster.ranks]
+        return "".join(f"; rank {rank} stood in {where}" for rank, where in stood if where)
 
     def _final_error(self, verdict: Verdict, budget: RestartBudget) -> MeshError:
         text = str(verdict)
@@ -423,14 +461,14 @@ class Coordinator:
             return MeshError(f"the mesh cannot go on: {text}")
         return BringUpError(f"the mesh did not come up: {text}")
 
-    async def _stop_epoch(self, reason: str, *, gently: bool) -> None:
+    async def _stop_epoch(self, reason: str, *, gently: bool, dump: bool = False) -> None:
         """End the engines on all hosts; those that do not answer are no members any more."""
         number = self.roster.epoch.number
         self.roster.epoch.is_open = False
         self._switchboard.expire_members()
         stopping = list(self.roster.members())
         for _, member in stopping:
-            self.send(member, StopEpoch(epoch=number, gently=gently, reason=reason))
+            self.send(member, StopEpoch(epoch=number, gently=gently, reason=reason, dump=dump))
         limit_s = self.deadlines.stop_s + _SLACK_S
         await self._settle(
             lambda: all(m.lost or seat.member is not m or m.stopped_epoch >= number for seat, m in stopping),
@@ -472,7 +510,7 @@ class Coordinator:
 
     # ------------------------------------------------------------ telling
 
-    def status(self) -> MeshStatus:
+    def status(self, with_metrics: bool = False) -> MeshStatus:
         """From heartbeats only."""
         now = self._now()
         epoch, leader = self.roster.epoch, self.roster.ranks[0]
@@ -495,7 +533,17 @@ class Coordinator:
             versions=leader.hello.versions if leader.hello else None,
             context_length=self._context_length(),
             restarts=self._num_restarts,
+            metrics=self._metrics() if with_metrics else (),
         )
+
+    def _metrics(self) -> tuple[Metric, ...]:
+        channel = ChannelCounters(
+            failed_handshakes=self._channel.num_failed_handshakes,
+            rejected_frames=self._channel.num_rejected_frames,
+            rejected_messages=self._switchboard.num_rejected_messages,
+            lost_links=self._channel.num_lost_links,
+        )
+        return metrics_of(self._counters, channel, self.roster, self._desk, self._placement)
 
     def _model_id(self) -> str:
         """The id in answers: a hub id as it is, of a folder its name."""

@@ -36,13 +36,14 @@ class Desk:
         *,
         send: Callable[[ProxyEvent], None],
         command: Callable[[EngineCommand], None],
-        status: Callable[[], MeshStatus],
+        status: Callable[[bool], MeshStatus],
         now: Callable[[], float],
         world_size: int,
         max_open: int,
         request_s: float,
     ) -> None:
-        """`command` goes to the leader's engine; `max_open` bounds running and waiting requests together."""
+        """`command` goes to the leader's engine; `status` is asked with or without metrics; `max_open` bounds
+        running and waiting requests together."""
         self._send = send
         self._command = command
         self._status = status
@@ -52,6 +53,7 @@ class Desk:
         self._owed_since: float | None = None
         self._was_ready = False
         self.is_draining = False
+        self.num_resumed = self.num_cancelled = self.num_expired = self.num_refused = 0
         self.journal = Journal()
         self.readiness = Readiness(
             ready=False,
@@ -76,16 +78,34 @@ class Desk:
 
     def open(self, epoch: int, context_length: int) -> int:
         """All ranks of `epoch` are ready: admit what is open and take new requests. Returns how many were
-        admitted again."""
+        open."""
+        self._owed_since = self._now()
+        self._was_ready = True
+        self._announce(ready=True, reason="", epoch=epoch, context_length=context_length)
+        self._admit()
+        return len(self.journal)
+
+    def _admit(self) -> None:
+        """Hand over what the engine may have now."""
+        if not self.is_ready:
+            return
         admit, ended = self.journal.admissions()
         for chunk in ended:
             self._send(Chunk(chunk=chunk))
         for request in admit:
+            self.num_resumed += bool(request.sent_ids)
             self._command(Submit(request=request))
-        self._owed_since = self._now()
-        self._was_ready = True
-        self._announce(ready=True, reason="", epoch=epoch, context_length=context_length)
-        return len(admit)
+
+    def epoch_ended(self, *, by_itself: bool) -> int:
+        """No engine leads any more. Requests that are to blame end here; returns how many."""
+        convicted = self.journal.epoch_ended(by_itself=by_itself)
+        for request_id in convicted:
+            message = (
+                "An engine ended while it computed this request, and again when the request was alone in it. "
+                "The other requests go on; sending this one again would end the next engine."
+            )
+            self._send(Failed(id=request_id, code="request_ends_engine", message=message))
+        return len(convicted)
 
     def pause(self, reason: str) -> None:
         """No engine leads now. Open requests stay in the journal."""
@@ -116,11 +136,13 @@ class Desk:
 
     def expire(self) -> None:
         """End requests that are open for too long."""
-        for request_id in self.journal.overdue(self._now(), self._request_s):
+        for request_id, limit_s in self.journal.overdue(self._now(), self._request_s).items():
             self.journal.close(request_id)
+            self.num_expired += 1
             if self.is_ready:
                 self._command(Cancel(id=request_id))
-            message = f"The request was not finished within request_s = {self._request_s:g} s."
+            name = "request_s" if limit_s == self._request_s else "max_time_s"
+            message = f"The request was not finished within {name} = {limit_s:g} s."
             self._send(Failed(id=request_id, code="timeout", message=message))
 
     def _announce(self, *, ready: bool, reason: str, epoch: int, context_length: int) -> None:
@@ -137,17 +159,24 @@ class Desk:
 
     # ------------------------------------------------------------ the engine's side
 
+    def note_admitted(self, request_ids: tuple[str, ...]) -> None:
+        """These take part in the steps to come."""
+        self.journal.note_admitted(request_ids)
+
     def take(self, chunks: tuple[TokenChunk, ...]) -> bool:
         """Pass on what a step produced; True when it had tokens (the step was real work)."""
         for chunk in chunks:
             if self.journal.record(chunk):
                 self._send(Chunk(chunk=chunk))
+        if self.journal.has_waiting:
+            self._admit()
         return any(chunk.token_ids for chunk in chunks)
 
     def take_failure(self, failed: RequestFailed) -> None:
         """One request cannot go on; the others do."""
         if self.journal.close(failed.id):
             self._send(Failed(id=failed.id, code=failed.code, message=failed.message))
+        self._admit()
 
     # ------------------------------------------------------------ the proxy's side
 
@@ -158,21 +187,21 @@ class Desk:
             case Cancel(id=request_id):
                 self._cancel(request_id)
             case StatusQuery(id=query_id):
-                self._send(StatusReply(id=query_id, status=self._status()))
+                self._send(StatusReply(id=query_id, status=self._status(request.with_metrics)))
             case ProxyReady() | ProxyBeat():
                 pass
 
     def _submit(self, request: GenerateRequest) -> None:
         refusal = self._refusal(request)
         if refusal is not None:
+            self.num_refused += 1
             code, message, retry_after_s = refusal
             self._send(Failed(id=request.id, code=code, message=message, retry_after_s=retry_after_s))
             return
         if not len(self.journal):
             self._owed_since = self._now()
         self.journal.open(request, self._now())
-        if self.is_ready:
-            self._command(Submit(request=request))
+        self._admit()
 
     def _refusal(self, request: GenerateRequest) -> tuple[str, str, int] | None:
         """Code, message and seconds to wait, for a request that cannot be taken."""
@@ -193,7 +222,8 @@ class Desk:
     def _cancel(self, request_id: str) -> None:
         if not self.journal.cancel(request_id):
             return  # it ended meanwhile
-        if self.is_ready:
+        self.num_cancelled += 1
+        if self.is_ready and self.journal.is_submitted(request_id):
             self._command(Cancel(id=request_id))
         else:
             self.journal.close(request_id)

@@ -129,9 +129,12 @@ class Engines:
         engine.pipe.send(command)
         return True
 
-    async def stop(self, *, gently: bool, stop_s: float) -> None:
-        """End all engines and return when they are gone: TERM and `stop_s` first when `gently`, else KILL."""
+    async def stop(self, *, gently: bool, stop_s: float, dump: bool = False) -> None:
+        """End all engines and return when they are gone: TERM and `stop_s` first when `gently`, else KILL.
+        `dump`: have each print its stacks before."""
         engines = list(self._engines.values())
+        if dump:
+            await asyncio.gather(*(engine.child.print_stacks() for engine in engines))
         for engine in engines:
             engine.is_stopping = True
         await asyncio.gather(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 
 from mlx_mesh.mesh.messages import FinishReason, GenerateRequest, TokenChunk
+
+SUSPECTED_TOO_OFTEN = 2
+"""A request that is a suspect for so many times is alone in the engine to its end."""
+
+FRUITLESS_TOO_OFTEN = 3
+"""So many epochs in a row that ended in its steps without a token of it make a request suspect, too."""
 
 
 @dataclass(slots=True)
@@ -18,6 +26,13 @@ class Entry:
     sent_ids: list[int] = field(default_factory=list)
     is_cancelled: bool = False
     num_admissions: int = 0
+    is_submitted: bool = False  # an engine of this epoch has it
+    took_part: bool = False  # a step of this epoch had it
+    num_tokens_before: int = 0  # sent before this epoch
+    num_fruitless: int = 0  # epochs in a row that it took part in, without a token of it
+    num_suspected: int = 0
+    is_suspect: bool = False
+    num_sent_at_crash: int = 0
 
     @property
     def usage(self) -> tuple[int, int]:
@@ -40,6 +55,20 @@ class Journal:
     def ids(self) -> tuple[str, ...]:
         return tuple(self._entries)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Some request is open that no engine has."""
+        return any(not entry.is_submitted for entry in self._entries.values())
+
+    @property
+    def num_suspects(self) -> int:
+        return sum(entry.is_suspect for entry in self._entries.values())
+
+    def is_submitted(self, request_id: str) -> bool:
+        """An engine of this epoch has it."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.is_submitted
+
     def open(self, request: GenerateRequest, now: float) -> None:
         """Take a request. Its id must be new (ValueError)."""
         if request.id in self._entries:
@@ -55,7 +84,43 @@ class Journal:
         entry.sent_ids.extend(chunk.token_ids)
         if chunk.finish_reason is not None:
             del self._entries[chunk.id]
+        elif entry.is_suspect and entry.num_suspected < SUSPECTED_TOO_OFTEN:
+            # It got past where the engine ended: whatever that was, it did not happen again.
+            entry.is_suspect = len(entry.sent_ids) <= entry.num_sent_at_crash + 1
         return True
+
+    def note_admitted(self, request_ids: Sequence[str]) -> None:
+        """The steps to come have these in them."""
+        for request_id in request_ids:
+            if (entry := self._entries.get(request_id)) is not None:
+                entry.took_part = True
+
+    def epoch_ended(self, *, by_itself: bool) -> tuple[str, ...]:
+        """No engine has any request now. `by_itself`: an engine ended on its own account, so the requests in
+        its steps are suspects. Returns those that are convicted, which are closed: they ended an engine
+        while they were alone in it."""
+        parts = [entry for entry in self._entries.values() if entry.took_part]
+        for entry in parts:
+            is_fruitless = len(entry.sent_ids) <= entry.num_tokens_before
+            entry.num_fruitless = entry.num_fruitless + 1 if is_fruitless else 0
+        convicted = [
+            entry
+            for entry in parts
+            if len(parts) == 1
+            and entry.is_suspect
+            and (by_itself or entry.num_fruitless > FRUITLESS_TOO_OFTEN)
+        ]
+        for entry in convicted:
+            del self._entries[entry.request.id]
+        for entry in self._entries.values():
+            # A system short of memory kills from outside, too.
+            if entry.took_part and (by_itself or entry.num_fruitless >= FRUITLESS_TOO_OFTEN):
+                entry.is_suspect = True
+                entry.num_suspected += 1
+                entry.num_sent_at_crash = len(entry.sent_ids)
+            entry.is_submitted = entry.took_part = False
+            entry.num_tokens_before = len(entry.sent_ids)
+        return tuple(entry.request.id for entry in convicted)
 
     def cancel(self, request_id: str) -> bool:
         """Note that nobody waits any more; it is not admitted again. False = not open."""
@@ -70,37 +135,51 @@ class Journal:
         return self._entries.pop(request_id, None) is not None
 
     def admissions(self) -> tuple[list[GenerateRequest], list[TokenChunk]]:
-        """What a new epoch has to admit, oldest first, and the last chunks of requests that need no engine
-        any more (cancelled, or all tokens were sent before the end was). The latter are closed here."""
-        admit: list[GenerateRequest] = []
-        ended: list[TokenChunk] = []
-        for entry in list(self._entries.values()):
-            request = entry.request
-            sent = (*request.sent_ids, *entry.sent_ids)
-            reason: FinishReason | None = None
-            if entry.is_cancelled:
-                reason = "cancelled"
-            elif len(sent) >= request.max_tokens:
-                reason = "length"
-            if reason is None:
-                entry.num_admissions += 1
-                admit.append(msgspec.structs.replace(request, sent_ids=sent))
-            else:
-                del self._entries[request.id]
-                ended.append(TokenChunk(id=request.id, finish_reason=reason))
-        return admit, ended
+        """What the engine has to admit now, oldest first, and the last chunks of requests that need no engine
+        any more (cancelled, or all tokens were sent before the end was). The latter are closed here.
 
-    def overdue(self, now: float, limit_s: float) -> tuple[str, ...]:
-        """Requests that are open for longer than `limit_s`, oldest first."""
-        late = []
+        While there is a suspect, one of them has the engine for itself and everyone else waits.
+        """
+        ended = [chunk for entry in list(self._entries.values()) if (chunk := self._end_of(entry))]
+        entries = list(self._entries.values())
+        if any(entry.is_suspect for entry in entries):
+            if any(entry.is_submitted for entry in entries):
+                return [], ended
+            entries = [next(entry for entry in entries if entry.is_suspect)]
+        return [_admit(entry) for entry in entries if not entry.is_submitted], ended
+
+    def _end_of(self, entry: Entry) -> TokenChunk | None:
+        """Of a request that no engine has: its last chunk, if it needs none."""
+        request, reason = entry.request, None
+        if entry.is_submitted:
+            return None
+        if entry.is_cancelled:
+            reason = "cancelled"
+        elif len(request.sent_ids) + len(entry.sent_ids) >= request.max_tokens > 0:
+            reason = "length"
+        if reason is None:
+            return None
+        del self._entries[request.id]
+        return TokenChunk(id=request.id, finish_reason=cast("FinishReason", reason))
+
+    def overdue(self, now: float, limit_s: float) -> dict[str, float]:
+        """Requests that are open for longer than `limit_s` or their own limit, with the limit."""
+        late = {}
         for request_id, entry in self._entries.items():
-            if now - entry.opened_at <= limit_s:
-                break
-            late.append(request_id)
-        return tuple(late)
+            own_s = min(limit_s, entry.request.max_time_s or limit_s)
+            if now - entry.opened_at > own_s:
+                late[request_id] = own_s
+        return late
 
     def drain(self) -> tuple[str, ...]:
         """Close everything; returns the ids."""
         ids = self.ids()
         self._entries.clear()
         return ids
+
+
+def _admit(entry: Entry) -> GenerateRequest:
+    entry.num_admissions += 1
+    entry.is_submitted = True
+    request = entry.request
+    return msgspec.structs.replace(request, sent_ids=(*request.sent_ids, *entry.sent_ids))

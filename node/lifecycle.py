@@ -64,7 +64,7 @@ class AgentProcess:
     ) -> None:
         """`programs` and `state` (root of the state folders) are for tests."""
         self._config = config
-        self._programs = programs or Programs.default()
+        self._programs = programs or Programs.default(config.faults)
         self._folder = (state or state_root()) / safe_name(config.mesh_name)
         self._output = output or Output(config.marker)
         self._context = zmq.asyncio.Context()

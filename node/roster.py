@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mlx_mesh.mesh.divergence import DigestBook, Divergence
 from mlx_mesh.mesh.membership import AgentView, RankView
 from mlx_mesh.mesh.messages import (
     EngineFailed,
@@ -27,6 +28,11 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.mesh.types import PROTOCOL_VERSION, Phase
 
 NUM_LINES = 40
+
+CRASHES = frozenset(
+    {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP}
+)
+"""Signals that a process earns by what it does; others come from outside."""
 
 _ORDER = {phase: place for place, phase in enumerate(Phase)}
 
@@ -85,6 +91,13 @@ class RankRecord:
             self.phase = phase
             self.moved_at = now
 
+    @property
+    def exited_by_itself(self) -> bool:
+        """Its engine ended, and nobody made it."""
+        if self.exit is None or self.exit.expected:
+            return False
+        return self.exit.signal is None or self.exit.signal in CRASHES
+
     def exit_words(self) -> str:
         """How the engine ended; '' while it runs."""
         if self.exit is None:
@@ -115,6 +128,8 @@ class EpochRecord:
     is_open: bool = False  # its engines run, and whatever happens to them is judged
     ready_at: float | None = None
     has_completed_step: bool = False
+    digests: DigestBook = field(default_factory=lambda: DigestBook(1))
+    divergence: Divergence | None = None
 
 
 @dataclass(slots=True)
@@ -225,11 +240,22 @@ class Roster:
 
     def begin_epoch(self, cause: str, now: float) -> None:
         """The next one, open; what the ranks of the last one said is forgotten."""
-        self.epoch = EpochRecord(number=self.epoch.number + 1, cause=cause, began_at=now, is_open=True)
+        self.epoch = EpochRecord(
+            number=self.epoch.number + 1,
+            cause=cause,
+            began_at=now,
+            is_open=True,
+            digests=DigestBook(self.world_size),
+        )
         self.ranks = [RankRecord(rank=rank, moved_at=now) for rank in range(self.world_size)]
         for _, member in self.members():
             member.broke_epoch = ""
             member.ports = None
+
+    def note_digest(self, rank: int, step: int, digest: str) -> None:
+        """Compare a rank's history with the others'."""
+        epoch = self.epoch
+        epoch.divergence = epoch.divergence or epoch.digests.note(rank, step, digest)
 
     def note_agent_beat(self, seat: Seat, member: Member, seq: int, now: float) -> None:
         member.beat_at, member.last_seq = now, seq
@@ -255,10 +281,12 @@ class Roster:
             step=beat.step if beat else 0,
             layer=beat.layer if beat else 0,
             busy_s=busy_s,
+            expected_s=beat.expected_s if beat else 0.0,
             progress_age_s=max(0.0, now - record.moved_at),
             heartbeat_age_s=None if is_mute else max(0.0, now - (record.beat_at or 0.0)),
             agent_beats_since=record.agent_beats_since,
             exited=record.exit_words(),
+            exited_by_itself=record.exited_by_itself,
             failure=record.failure,
             failure_age_s=max(0.0, now - record.failed_at),
         )

@@ -4,6 +4,7 @@ tells who is gone. It decides nothing but who may join."""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from mlx_mesh.mesh.messages import (
@@ -16,6 +17,7 @@ from mlx_mesh.mesh.messages import (
     EngineFailed,
     EngineReport,
     EpochStopped,
+    Heartbeat,
     Join,
     JoinAgain,
     Leaving,
@@ -30,6 +32,7 @@ from mlx_mesh.mesh.messages import (
     RankStarted,
     Refused,
     RequestFailed,
+    StepDigest,
     ToEngine,
     Tokens,
     Welcome,
@@ -68,6 +71,8 @@ class Switchboard:
         self._logs = logs
         self._now = now
         self._changed = changed
+        self._held: deque[Tokens] = deque()
+        self._held_epoch = 0
         self.num_rejected_messages = 0
         """From a stranger, or of another epoch or rank than their sender's."""
 
@@ -176,17 +181,51 @@ class Switchboard:
         is_leader_at_work = rank == 0 and epoch.ready_at is not None
         match report:
             case Tokens():
-                if is_leader_at_work and self._desk.take(report.chunks):
-                    epoch.has_completed_step = True
+                if is_leader_at_work:
+                    self._take_tokens(report)
                 return self._desk.is_draining
             case RequestFailed():
                 if is_leader_at_work:
                     self._desk.take_failure(report)
                 return self._desk.is_draining
+            case StepDigest():
+                self._roster.note_digest(rank, report.step, report.digest)
+                self._release_tokens()
+                return epoch.divergence is not None
         self._roster.ranks[rank].take(report, self._now())
+        if isinstance(report, Heartbeat):
+            for step, digest in report.digests:
+                self._roster.note_digest(rank, step, digest)
         if isinstance(report, PhaseReached | Progress | EngineFailed):
             self._show(rank)
-        return isinstance(report, PhaseReached | EngineFailed) or epoch.ready_at is None
+        return (
+            isinstance(report, PhaseReached | EngineFailed)
+            or epoch.ready_at is None
+            or epoch.divergence is not None
+        )
+
+    def _take_tokens(self, report: Tokens) -> None:
+        self._desk.note_admitted(report.admitted)
+        if not self._roster.mesh.paranoid or self._roster.world_size == 1:
+            self._pass_on(report)
+            return
+        if self._held_epoch != self._roster.epoch.number:
+            self._held_epoch = self._roster.epoch.number
+            self._held.clear()
+        self._held.append(report)
+        self._release_tokens()
+
+    def _release_tokens(self) -> None:
+        """Under --paranoid, what a step gave waits until all ranks have the same history up to it."""
+        epoch = self._roster.epoch
+        if self._held_epoch != epoch.number:
+            return
+        while self._held and self._held[0].step <= epoch.digests.verified_step:
+            self._pass_on(self._held.popleft())
+
+    def _pass_on(self, report: Tokens) -> None:
+        if self._desk.take(report.chunks):
+            self._roster.epoch.has_completed_step = True
 
     # ------------------------------------------------------------ joining
 

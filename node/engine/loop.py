@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -31,6 +30,8 @@ from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
 from mlx_mesh.node.engine.scheduler import Produced, Scheduler
+
+RequestOf = Callable[[str], GenerateRequest]
 
 MAX_PREFILL_ROWS = 8
 """Prompts computed together (mlx-lm's default)."""
@@ -86,6 +87,19 @@ class Generation:
         self._uids: dict[str, int] = {}
         self._ids: dict[int, str] = {}
         self._processors: dict[str, RowProcessor] = {}
+        self._prefill_step_size = prefill_step_size
+        self._prompt_left: dict[str, int] = {}  # upper bounds: the generator says nothing while it prefills
+        self._lengths: dict[str, int] = {}
+
+    def prompt_tokens_after(self, plan: StepPlan) -> int:
+        """The most prompt tokens that the step of `plan` may read."""
+        left = [*self._prompt_left.values(), *(len(admission.prompt_ids) for admission in plan.admit)]
+        return sum(min(tokens, self._prefill_step_size) for tokens in left)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the caches of all rows."""
+        return sum(self._lengths.values())
 
     @property
     def num_rows(self) -> int:
@@ -96,7 +110,7 @@ class Generation:
         """Width of the model's output on the leader, 0 before the first step."""
         return self._sampler.vocab_size if isinstance(self._sampler, LeaderSampler) else 0
 
-    def apply(self, plan: StepPlan, request_of: Callable[[str], GenerateRequest] | None = None) -> None:
+    def apply(self, plan: StepPlan, request_of: RequestOf | None = None) -> None:
         """Change the rows as planned. `request_of`: on the leader, the whole request of an admission."""
         # A request that finished by itself after the plan was made is gone on all ranks alike.
         gone = [self._forget(request_id) for request_id in plan.cancel if request_id in self._uids]
@@ -113,6 +127,7 @@ class Generation:
                 stop_sequences=[StopSequences([(i,) for i in admission.stop_token_ids])],
             )
             self._uids[admission.id] = uid
+            self._prompt_left[admission.id] = self._lengths[admission.id] = len(admission.prompt_ids)
             self._ids[uid] = admission.id
             if processors:
                 self._processors[admission.id] = processors[0]
@@ -124,6 +139,8 @@ class Generation:
         produced = []
         for response in responses:
             request_id = self._ids[response.uid]
+            self._prompt_left.pop(request_id, None)
+            self._lengths[request_id] += 1
             processor = self._processors.get(request_id)
             logprobs = processor.take_logprobs(response.token) if processor is not None else None
             produced.append(Produced(request_id, response.token, response.finish_reason, logprobs))
@@ -146,14 +163,20 @@ class Generation:
         uid = self._uids.pop(request_id)
         del self._ids[uid]
         self._processors.pop(request_id, None)
+        self._prompt_left.pop(request_id, None)
+        self._lengths.pop(request_id, None)
         return uid
 
 
-@contextmanager
-def _timed_step(reporter: Reporter, plan: StepPlan, sizes: Callable[[], tuple[int, int]]) -> Iterator[None]:
-    reporter.begin_step()
-    yield
-    reporter.end_step(plan.step, *sizes())
+def compute(
+    generation: Generation, plan: StepPlan, reporter: Reporter, request_of: RequestOf | None = None
+) -> list[Produced]:
+    """Apply a plan, run its step and note what it gave. The same on every rank."""
+    reporter.begin_step(generation.prompt_tokens_after(plan))
+    generation.apply(plan, request_of)
+    produced = generation.step()
+    reporter.note_tokens(plan.step, [(row.id, row.token) for row in produced])
+    return produced
 
 
 class Leader:
@@ -215,21 +238,23 @@ class Leader:
     def _advance(self, is_silent: bool = False) -> None:
         while self._scheduler.has_work and len(self._published) <= self._plans_ahead:
             plan = self._scheduler.next_plan(time.monotonic())
+            if plan.admit and not is_silent:  # before any rank computes them: one may never come back
+                admitted = tuple(admission.id for admission in plan.admit)
+                self._reporter.send(Tokens(step=self._reporter.step, chunks=(), admitted=admitted))
             self._plans.publish(plan)
             self._published.append(plan)
         if self._published:
             self._compute(self._published.popleft(), is_silent)
 
     def _compute(self, plan: StepPlan, is_silent: bool = False) -> None:
-        with _timed_step(self._reporter, plan, self._sizes):
-            self._generation.apply(plan, self._scheduler.request)
-            chunks = self._scheduler.applied(plan)
-            chunks += self._scheduler.produced(self._generation.step(), time.monotonic())
+        produced = compute(self._generation, plan, self._reporter, self._scheduler.request)
+        chunks = self._scheduler.applied(plan)
+        chunks += self._scheduler.produced(produced, time.monotonic())
+        self._reporter.end_step(
+            plan.step, self._scheduler.num_running, self._scheduler.num_waiting, self._generation.kv_tokens
+        )
         if chunks and not is_silent:
             self._reporter.send(Tokens(step=plan.step, chunks=tuple(chunks)))
-
-    def _sizes(self) -> tuple[int, int]:
-        return self._scheduler.num_running, self._scheduler.num_waiting
 
     def _answer(self, answer: RequestFailed | TokenChunk | None) -> None:
         match answer:
@@ -267,7 +292,6 @@ class Follower:
         if plan.stop:
             self._generation.close()
             return False
-        with _timed_step(self._reporter, plan, lambda: (self._generation.num_rows, 0)):
-            self._generation.apply(plan)
-            self._generation.step()
+        compute(self._generation, plan, self._reporter)
+        self._reporter.end_step(plan.step, self._generation.num_rows, 0, self._generation.kv_tokens)
         return True

@@ -117,7 +117,8 @@ def load(
         reporter.entered_layer,
         command.adapter,
     )
-    reporter.reached(Phase.LOADED, weights_bytes=shard.weights_bytes)
+    reporter.is_paranoid = command.is_paranoid
+    reporter.reached(Phase.LOADED, weights_bytes=shard.weights_bytes, plan_digest=placement.digest())
     return command, shard
 
 

@@ -5,21 +5,28 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from mlx_mesh.mesh.divergence import CHECKPOINT_STEPS, RollingDigest
 from mlx_mesh.mesh.messages import (
     EngineFailed,
     EngineReport,
     Heartbeat,
     PhaseReached,
     Progress,
+    StepDigest,
 )
 from mlx_mesh.mesh.types import Phase
 from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, FailureKind
+from mlx_mesh.node.engine.pace import Pace
 from mlx_mesh.node.pipe import BlockingPipe
+
+MAX_CHECKPOINTS = 256
+"""Between two heartbeats: more than any rank computes."""
 
 
 class MemoryReading(msgspec.Struct, frozen=True):
@@ -52,6 +59,14 @@ class Reporter:
         self.busy_since: float | None = None
         self.num_sequences = 0
         self.num_waiting = 0
+        self.kv_tokens = 0
+        self.expected_s = -1.0
+        self.steps_s = 0.0
+        self.is_paranoid = False
+        self._pace = Pace()
+        self._num_prompt_tokens = 0
+        self._history = RollingDigest()
+        self._checkpoints: deque[tuple[int, str]] = deque(maxlen=MAX_CHECKPOINTS)
         self.read_memory: Callable[[], MemoryReading] = MemoryReading
 
     def send(self, report: EngineReport) -> None:
@@ -67,7 +82,13 @@ class Reporter:
         self._phase_began = self._clock()
 
     def reached(
-        self, phase: Phase, *, plan_endpoint: str = "", weights_bytes: int = 0, detail: str = ""
+        self,
+        phase: Phase,
+        *,
+        plan_endpoint: str = "",
+        weights_bytes: int = 0,
+        detail: str = "",
+        plan_digest: str = "",
     ) -> None:
         """A phase is done."""
         self.phase = phase
@@ -78,6 +99,7 @@ class Reporter:
                 plan_endpoint=plan_endpoint,
                 weights_bytes=weights_bytes,
                 detail=detail,
+                plan_digest=plan_digest,
             )
         )
 
@@ -90,14 +112,30 @@ class Reporter:
         """A layer's forward was entered."""
         self.layer = layer
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_prompt_tokens: int = 0) -> None:
+        """A step begins that reads at most so many prompt tokens."""
+        self._num_prompt_tokens = num_prompt_tokens
+        self.expected_s = self._pace.expect(num_prompt_tokens)
         self.busy_since = self._clock()
 
-    def end_step(self, step: int, num_sequences: int, num_waiting: int) -> None:
+    def end_step(self, step: int, num_sequences: int, num_waiting: int, kv_tokens: int = 0) -> None:
+        took_s = self._clock() - (self.busy_since if self.busy_since is not None else self._clock())
         self.busy_since = None
         self.step = step
+        self.steps_s += took_s
         self.num_sequences = num_sequences
         self.num_waiting = num_waiting
+        self.kv_tokens = kv_tokens
+        if self.phase is Phase.READY:  # the warm-up compiles: no measure of anything
+            self._pace.learn(self._num_prompt_tokens, took_s)
+
+    def note_tokens(self, step: int, tokens: list[tuple[str, int]]) -> None:
+        """What the step gave, for the comparison with the other ranks."""
+        digest = self._history.add(step, tokens)
+        if self.is_paranoid:
+            self.send(StepDigest(step=step, digest=digest))
+        elif step % CHECKPOINT_STEPS == 0:
+            self._checkpoints.append((step, digest))
 
     def failed(self, kind: FailureKind, message: str) -> None:
         """The last report."""
@@ -107,6 +145,9 @@ class Reporter:
     def heartbeat(self) -> Heartbeat:
         """A reading of the counters."""
         since = self.busy_since
+        digests = []
+        while self._checkpoints:
+            digests.append(self._checkpoints.popleft())
         memory = self.read_memory()
         return Heartbeat(
             phase=self.phase,
@@ -119,6 +160,10 @@ class Reporter:
             memory_bytes=memory.active_bytes,
             peak_memory_bytes=memory.peak_bytes,
             cache_bytes=memory.cache_bytes,
+            expected_s=self.expected_s,
+            steps_s=self.steps_s,
+            kv_tokens=self.kv_tokens,
+            digests=tuple(digests),
         )
 
 

@@ -75,6 +75,7 @@ def test_a_second_recovery_counts_nothing_twice() -> None:
     journal.record(tokens(7))
     journal.admissions()
     journal.record(tokens(8))
+    journal.epoch_ended(by_itself=False)
     [again], _ = journal.admissions()
     assert again.sent_ids == (7, 8)
 
@@ -119,7 +120,109 @@ def test_only_old_requests_are_overdue() -> None:
     journal = Journal()
     journal.open(request("old"), 0.0)
     journal.open(request("new"), 50.0)
-    assert journal.overdue(61.0, 60.0) == ("old",)
+    assert journal.overdue(61.0, 60.0) == {"old": 60.0}
+
+
+def test_a_request_with_a_deadline_of_its_own_is_overdue_by_that_one() -> None:
+    journal = Journal()
+    journal.open(request("patient"), 0.0)
+    journal.open(request("hurried", max_time_s=2.5), 0.0)
+    journal.open(request("endless", max_time_s=1000.0), 0.0)
+    assert journal.overdue(2.5, 60.0) == {}
+    assert journal.overdue(3.0, 60.0) == {"hurried": 2.5}
+    assert journal.overdue(61.0, 60.0) == {"patient": 60.0, "hurried": 2.5, "endless": 60.0}
+
+
+# ---------------------------------------------------------------- suspects
+
+
+def running(*names: str) -> Journal:
+    """A journal whose requests all take part in steps."""
+    journal = Journal()
+    for name in names:
+        journal.open(request(name), 0.0)
+    journal.admissions()
+    journal.note_admitted(names)
+    return journal
+
+
+def admitted(journal: Journal) -> list[str]:
+    names = [again.id for again in journal.admissions()[0]]
+    journal.note_admitted(names)
+    return names
+
+
+def test_a_rank_that_was_killed_from_outside_makes_no_request_a_suspect() -> None:
+    journal = running("a", "b")
+    assert journal.epoch_ended(by_itself=False) == () and journal.num_suspects == 0
+    assert admitted(journal) == ["a", "b"]
+
+
+def test_a_request_that_no_step_had_is_no_suspect() -> None:
+    journal = running("a")
+    journal.open(request("waiting"), 0.0)
+    journal.admissions()
+    journal.epoch_ended(by_itself=True)
+    assert admitted(journal) == ["a"] and journal.num_suspects == 1
+
+
+def test_suspects_have_the_engine_for_themselves_one_after_the_other() -> None:
+    journal = running("a", "b")
+    journal.epoch_ended(by_itself=True)
+    journal.open(request("new"), 0.0)
+    assert admitted(journal) == ["a"] and admitted(journal) == []
+    journal.record(tokens(1, 2, request_id="a"))  # past the point where the engine ended
+    assert admitted(journal) == []  # `a` still runs, and `b` needs to be alone
+    journal.record(tokens(reason="stop", request_id="a"))
+    assert admitted(journal) == ["b"]
+    journal.record(tokens(1, 2, request_id="b"))
+    assert admitted(journal) == ["new"] and journal.num_suspects == 0
+
+
+def test_a_suspect_that_ends_an_engine_alone_is_convicted_and_the_others_go_on() -> None:
+    journal = running("bad", "good")
+    assert journal.epoch_ended(by_itself=True) == ()
+    assert admitted(journal) == ["bad"]
+    assert journal.epoch_ended(by_itself=True) == ("bad",)
+    assert admitted(journal) == ["good"]
+    journal.record(tokens(1, 2, request_id="good"))
+    assert journal.num_suspects == 0
+
+
+def test_a_suspect_whose_rank_is_killed_from_outside_is_not_convicted() -> None:
+    journal = running("a", "b")
+    journal.epoch_ended(by_itself=True)
+    assert admitted(journal) == ["a"]
+    assert journal.epoch_ended(by_itself=False) == ()
+    assert admitted(journal) == ["a"]
+
+
+def test_a_request_suspected_twice_is_alone_to_its_end() -> None:
+    journal = running("a", "b")
+    for _ in range(2):
+        journal.epoch_ended(by_itself=True)
+        while names := admitted(journal):
+            for name in names:
+                journal.record(tokens(1, 2, request_id=name))
+                if name == "a" and len(names) == 1:
+                    continue
+        if not journal.num_suspects:
+            journal.note_admitted(["a", "b"])
+    assert journal.num_suspects == 2
+    journal.record(tokens(3, 4, request_id="a"))
+    assert admitted(journal) == []
+    journal.record(tokens(reason="stop", request_id="a"))
+    assert admitted(journal) == ["b"]
+
+
+def test_a_request_without_progress_over_many_epochs_becomes_a_suspect() -> None:
+    journal = running("hungry")
+    for _ in range(3):
+        assert journal.num_suspects == 0
+        assert journal.epoch_ended(by_itself=False) == ()
+        assert admitted(journal) == ["hungry"]
+    assert journal.num_suspects == 1
+    assert journal.epoch_ended(by_itself=False) == ("hungry",)
 
 
 # ---------------------------------------------------------------- desk
@@ -135,7 +238,7 @@ class Bench:
         self.desk = Desk(
             send=self.sent.append,
             command=self.commands.append,
-            status=lambda: STATUS,
+            status=lambda with_metrics: STATUS,
             now=lambda: self.now,
             world_size=2,
             max_open=2,
@@ -181,10 +284,61 @@ def test_the_next_epoch_gets_the_open_requests_with_what_was_sent(bench: Bench) 
     bench.submit()
     bench.desk.take((tokens(5),))
     bench.desk.pause("recovering")
+    bench.desk.epoch_ended(by_itself=False)
     bench.submit("b")  # waits
     bench.commands.clear()
     assert bench.desk.open(2, 100) == 2
     assert [(c.request.id, c.request.sent_ids) for c in bench.commands] == [("a", (5,)), ("b", ())]
+
+
+def test_a_request_that_ends_engines_fails_alone_and_says_so(bench: Bench) -> None:
+    bench.desk.open(1, 100)
+    bench.submit("bad")
+    bench.submit("good")
+    bench.desk.note_admitted(("bad", "good"))
+    assert bench.desk.epoch_ended(by_itself=True) == 0
+    bench.desk.open(2, 100)
+    bench.desk.note_admitted(("bad",))
+    assert bench.commands[-1] == Submit(request=request("bad"))
+    assert bench.desk.epoch_ended(by_itself=True) == 1
+    failed = bench.sent[-1]
+    assert isinstance(failed, Failed) and (failed.id, failed.code) == ("bad", "request_ends_engine")
+    bench.desk.open(3, 100)
+    assert bench.commands[-1] == Submit(request=request("good"))
+
+
+def test_whoever_waited_for_a_suspect_goes_on_when_it_is_through(bench: Bench) -> None:
+    bench.desk.open(1, 100)
+    bench.submit("a")
+    bench.desk.note_admitted(("a",))
+    bench.desk.epoch_ended(by_itself=True)
+    bench.desk.open(2, 100)
+    bench.submit("b")
+    assert bench.commands[-1] == Submit(request=request("a"))
+    bench.desk.take((tokens(1, 2),))
+    assert bench.commands[-1] == Submit(request=request("b"))
+
+
+def test_a_request_that_waits_for_a_suspect_is_cancelled_without_the_engine(bench: Bench) -> None:
+    bench.desk.open(1, 100)
+    bench.submit("a")
+    bench.desk.note_admitted(("a",))
+    bench.desk.epoch_ended(by_itself=True)
+    bench.desk.open(2, 100)
+    bench.submit("b")
+    bench.desk.hear(Cancel(id="b"))
+    assert bench.sent[-1] == Chunk(chunk=tokens(reason="cancelled", request_id="b"))
+    assert not any(isinstance(command, Cancel) for command in bench.commands)
+
+
+def test_a_request_past_its_own_deadline_is_cancelled_everywhere(bench: Bench) -> None:
+    bench.desk.open(1, 100)
+    bench.desk.hear(Submit(request=request(max_time_s=2.0)))
+    bench.now = 2.5
+    bench.desk.expire()
+    failed = bench.sent[-1]
+    assert isinstance(failed, Failed) and failed.code == "timeout" and "max_time_s = 2 s" in failed.message
+    assert bench.commands[-1] == Cancel(id="a")
 
 
 def test_readiness_is_told_once_per_change(bench: Bench) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from typing import Any
 
 import msgspec
@@ -13,12 +14,15 @@ from mlx_mesh.mesh.messages import (
     AgentFailed,
     Cancel,
     Chunk,
+    Deadlines,
     EpochEnded,
     Failed,
     HostPlan,
     LogLine,
     MeshReady,
     Readiness,
+    StatusQuery,
+    StatusReply,
 )
 from mlx_mesh.mesh.types import Phase
 from mlx_mesh.node.processes import identify
@@ -114,14 +118,121 @@ async def test_a_request_cancelled_during_a_recovery_is_not_admitted_again(run_m
 async def test_epochs_that_never_complete_a_step_use_up_the_budget(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
         mesh.max_restarts = 1
-        mesh.engine_script = {"*.0.submit": "exit:7"}
+        mesh.engine_script = {"*.0.submit": "fail:peer_lost"}
         leader, line = await mesh.up()
         line.submit("a", 10)
         assert await line.answer("a") == ([], "failed: mesh_failed")
         await leader.ended()
         [error] = leader.output.all(AgentFailed)
-        assert "rank 0 on mac1" in error.message and "ended with status 7" in error.message
+        assert "rank 0 on mac1" in error.message and "peer_lost" in error.message
         assert [event.final for event in leader.output.all(EpochEnded)] == [False, True]
+
+
+async def test_a_request_that_ends_engines_fails_alone_and_the_others_go_on(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.max_restarts = 1
+        mesh.max_open = 4
+        mesh.engine_script = {"*.0.submit bad": "exit:7", "*.0.submit worse": "fail:memory"}
+        leader, line = await mesh.up()
+        line.submit("good", 300)
+        await line.wait_for(Chunk)
+        line.submit("bad", 10)
+        line.submit("worse", 10)
+        ends: dict[str, str] = {}
+        while len(ends) < 3:
+            event = await line.next()
+            if isinstance(event, Failed):
+                ends[event.id] = event.code
+            elif isinstance(event, Chunk) and event.chunk.finish_reason:
+                ends[event.chunk.id] = event.chunk.finish_reason
+        assert ends == {"good": "length", "bad": "request_ends_engine", "worse": "request_ends_engine"}
+        ids = [t for e in line.events if isinstance(e, Chunk) for t in e.chunk.token_ids]
+        assert ids == mesh.undisturbed_tokens(300)
+        assert not leader.output.all(AgentFailed)
+
+
+async def test_what_frozen_engines_were_doing_is_part_of_the_epochs_cause(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        leader, line = await mesh.up()
+        [frozen] = [row.engine_pid for row in (await line.status()).ranks if row.rank == 0]
+        os.kill(frozen, signal.SIGSTOP)
+        await next_epoch(leader, 2)
+        cause = (await line.status()).epoch_cause
+        assert "engine_silence_s" in cause and "rank 1 stood in" in cause and "fake_engine.py" in cause
+
+
+async def test_a_killed_engine_is_noticed_within_a_second(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.deadlines = Deadlines()
+        leader, line = await mesh.up()
+        [victim] = [row.engine_pid for row in (await line.status()).ranks if row.rank == 1]
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        ended = await leader.output.wait_for(EpochEnded)
+        assert time.monotonic() - killed < 1.0 and "rank 1 on mac2" in ended.cause
+
+
+async def test_a_frozen_engine_is_noticed_within_four_seconds(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.deadlines = Deadlines()
+        leader, line = await mesh.up()
+        [victim] = [row.engine_pid for row in (await line.status()).ranks if row.rank == 1]
+        frozen = time.monotonic()
+        os.kill(victim, signal.SIGSTOP)
+        ended = await leader.output.wait_for(EpochEnded)
+        assert time.monotonic() - frozen < 4.0 and "rank 1 on mac2" in ended.cause
+
+
+async def test_a_step_that_does_not_end_is_noticed_by_its_own_limit(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.deadlines = msgspec.structs.replace(mesh.deadlines, step_floor_s=1.0)
+        leader, line = await mesh.up()
+        began = time.monotonic()
+        [victim] = [row.engine_pid for row in (await line.status()).ranks if row.rank == 1]
+        os.kill(victim, signal.SIGUSR2)  # the scripted engine says that it is in a step for ever
+        ended = await leader.output.wait_for(EpochEnded)
+        assert time.monotonic() - began < 2.5
+        assert "rank 1 on mac2" in ended.cause and "step_floor_s is 1" in ended.cause
+
+
+async def test_the_metrics_count_what_happened(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        leader, line = await mesh.up()
+        os.kill((await line.status()).ranks[1].engine_pid, signal.SIGKILL)
+        await next_epoch(leader, 2)
+        line.send(StatusQuery(id="m", with_metrics=True))
+        metrics = (await line.wait_for(StatusReply)).status.metrics
+        values = {(m.name, *sorted(m.labels.items())): m.value for m in metrics}
+        labels = (("kind", "dead_engine"), ("phase", "ready"), ("who", "rank 1"))
+        assert values["mlx_mesh_verdicts_total", *labels] == 1
+        assert values["mlx_mesh_epochs_total",] == 2 and values["mlx_mesh_recoveries_total",] == 1
+        assert 0 < values["mlx_mesh_recovery_seconds_total",] < 30
+        assert (await line.status()).metrics == ()
+
+
+async def test_ranks_that_disagree_end_the_epoch_and_the_odd_one_is_named(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.plans = [HostPlan(name="mac1"), HostPlan(name="mac2"), HostPlan(name="mac3")]
+        mesh.engine_script = {"1.1.digest": "other"}
+        leader, line = await mesh.up()
+        ended = await leader.output.wait_for(EpochEnded)
+        assert "rank 1 on mac2" in ended.cause and "different histories at step 16" in ended.cause
+        await next_epoch(leader, 2)
+        line.submit("a", 5)
+        assert await line.answer("a") == (mesh.undisturbed_tokens(5), "length")
+
+
+async def test_under_paranoid_no_token_passes_before_all_ranks_agree(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.is_paranoid = True
+        mesh.engine_script = {"1.1.digest": "none"}
+        leader, line = await mesh.up()
+        line.submit("a", 5)
+        [victim] = [row.engine_pid for row in (await line.status()).ranks if row.rank == 1]
+        await leader.output.wait_for(LogLine, lambda log: log.line == "all tokens sent")
+        assert not any(isinstance(event, Chunk) for event in line.events)
+        os.kill(victim, signal.SIGKILL)
+        assert await line.answer("a") == (mesh.undisturbed_tokens(5), "length")
 
 
 async def test_completed_steps_keep_the_budget_full(run_mesh: Any) -> None:

@@ -36,6 +36,10 @@ class CountingGeneration:
     log: list[str]
     rows: dict[str, int] = field(default_factory=dict)
     vocab_size: int = 320
+    kv_tokens: int = 0
+
+    def prompt_tokens_after(self, plan: StepPlan) -> int:
+        return sum(len(admission.prompt_ids) for admission in plan.admit)
 
     @property
     def num_rows(self) -> int:
@@ -179,6 +183,7 @@ def test_the_warm_up_is_silent_and_teaches_the_vocabulary(sockets: Any) -> None:
     assert "step" in stage.log
     assert stage.scheduler.vocab_size == 320
     stage.run(submit("a", 1), StopEngine())
+    assert stage.agent.receive() == Tokens(step=2, chunks=(), admitted=("a",))
     report = stage.agent.receive()
     assert isinstance(report, Tokens)
     assert report.chunks[0].id == "a"

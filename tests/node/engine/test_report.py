@@ -18,6 +18,7 @@ from mlx_mesh.mesh.messages import (
     Heartbeat,
     PhaseReached,
     Progress,
+    StepDigest,
     StopEngine,
     WarmUp,
 )
@@ -79,6 +80,46 @@ def test_a_heartbeat_shows_the_step_in_hand_and_the_last_one_done(wire: Wire) ->
     reporter.end_step(9, num_sequences=2, num_waiting=1)
     beat = reporter.heartbeat()
     assert (beat.step, beat.busy, beat.busy_s, beat.num_sequences, beat.num_waiting) == (9, False, 0.0, 2, 1)
+
+
+def test_a_heartbeat_predicts_the_step_from_those_before(wire: Wire) -> None:
+    reporter = Reporter(wire.engine, lambda: wire.now)
+    reporter.phase = Phase.READY
+    reporter.begin_step(100)
+    assert reporter.heartbeat().expected_s < 0  # nothing was measured yet
+    wire.now += 5.0
+    reporter.end_step(1, num_sequences=1, num_waiting=0)
+    reporter.begin_step(200)
+    assert reporter.heartbeat().expected_s == pytest.approx(10.0)
+    assert reporter.heartbeat().steps_s == 5.0
+
+
+def test_the_warm_up_is_no_measure_of_later_steps(wire: Wire) -> None:
+    reporter = Reporter(wire.engine, lambda: wire.now)
+    reporter.phase = Phase.WARMING
+    reporter.begin_step()
+    wire.now += 60.0
+    reporter.end_step(1, num_sequences=1, num_waiting=0)
+    reporter.phase = Phase.READY
+    reporter.begin_step()
+    assert reporter.heartbeat().expected_s < 0
+
+
+def test_every_checkpoint_of_a_ranks_history_goes_out_once(wire: Wire) -> None:
+    reporter = Reporter(wire.engine)
+    for step in range(1, 40):
+        reporter.note_tokens(step, [("a", step)])
+    first = reporter.heartbeat().digests
+    assert [step for step, _ in first] == [16, 32] and len(set(first)) == 2
+    assert reporter.heartbeat().digests == ()
+
+
+def test_a_paranoid_rank_tells_its_history_after_every_step(wire: Wire) -> None:
+    reporter = Reporter(wire.engine)
+    reporter.is_paranoid = True
+    reporter.note_tokens(1, [("a", 7)])
+    said = wire.agent.receive()
+    assert isinstance(said, StepDigest) and said.step == 1 and reporter.heartbeat().digests == ()
 
 
 def test_heartbeats_come_by_themselves_until_stopped(wire: Wire) -> None:

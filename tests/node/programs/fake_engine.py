@@ -3,13 +3,15 @@
     fake_engine.py --script FILE --fd N
 
 FILE is JSON: {"EPOCH.RANK.POINT": ACTION}, where EPOCH and RANK may be "*", POINT is one of spawn connect
-load warm_up submit stop, and ACTION is hang, freeze, exit:STATUS, kill, fail:KIND, garbage or version:TEXT.
+load warm_up submit "submit ID" stop digest, and ACTION is hang, freeze, exit:STATUS, kill, fail:KIND, garbage
+or version:TEXT; of digest it is what the rank says of its history. SIGUSR2: it says that a step does not end.
 Tokens are a pure function of the prompt and the position, so that a test knows the undisturbed answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import queue
@@ -36,6 +38,7 @@ from mlx_mesh.mesh.messages import (
     Load,
     PhaseReached,
     Progress,
+    StepDigest,
     StopEngine,
     Submit,
     TokenChunk,
@@ -66,7 +69,8 @@ class FakeEngine:
         self.phase = Phase.STARTING
         self.step = 0
         self.running: dict[str, tuple[GenerateRequest, int]] = {}
-        self.is_mute = False
+        self.is_stuck = self.is_paranoid = False
+        self.stuck_since = 0.0
 
     def act(self, point: str) -> None:
         for epoch in (self.config.epoch, "*"):
@@ -106,10 +110,27 @@ class FakeEngine:
         while True:
             self.pipe.send(
                 Heartbeat(
-                    phase=self.phase, step=self.step, num_sequences=len(self.running), memory_bytes=1000
+                    phase=self.phase,
+                    step=self.step,
+                    num_sequences=len(self.running),
+                    memory_bytes=1000,
+                    expected_s=0.01,
+                    busy=self.is_stuck,
+                    busy_s=time.monotonic() - self.stuck_since if self.is_stuck else 0.0,
+                    digests=()
+                    if self.phase is not Phase.READY or self.is_paranoid
+                    else ((16, self.digest()),),
                 )
             )
             time.sleep(self.config.heartbeat_interval_s)
+
+    def digest(self) -> str:
+        """All ranks have the same history, except for one that is scripted."""
+        return self.script.get(f"{self.config.epoch}.{self.config.rank}.digest", "same")
+
+    def get_stuck(self, *_: object) -> None:
+        self.stuck_since = time.monotonic()
+        self.is_stuck = True
 
     def reached(self, phase: Phase, **more: Any) -> None:
         self.phase = phase
@@ -151,6 +172,7 @@ class FakeEngine:
                 print("plans", command.endpoint, flush=True)
             case Load():
                 self.phase = Phase.LOADING
+                self.is_paranoid = command.is_paranoid
                 print("model", command.model, flush=True)
                 self.pipe.send(Progress(phase=Phase.LOADING, done=1, total=2))
                 self.act("load")
@@ -159,9 +181,14 @@ class FakeEngine:
                 self.phase = Phase.WARMING
                 self.act("warm_up")
                 self.reached(Phase.READY)
+                if self.is_paranoid and self.config.rank and self.digest() != "none":
+                    for step in range(200):
+                        self.pipe.send(StepDigest(step=step + 1, digest=str(step)))
             case Submit(request=request):
                 self.running[request.id] = (request, len(request.sent_ids))
+                self.pipe.send(Tokens(step=self.step, chunks=(), admitted=(request.id,)))
                 self.act("submit")
+                self.act(f"submit {request.id}")
             case Cancel(id=request_id):
                 if self.running.pop(request_id, None):
                     self.send([TokenChunk(id=request_id, finish_reason="cancelled")])
@@ -185,10 +212,17 @@ class FakeEngine:
         self.send(chunks)
 
     def send(self, chunks: list[TokenChunk]) -> None:
+        if self.is_paranoid:
+            self.pipe.send(StepDigest(step=self.step, digest=str(self.step - 1)))
         self.pipe.send(Tokens(step=self.step, chunks=tuple(chunks)))
+        if not self.running:
+            print("all tokens sent", flush=True)
 
 
 if __name__ == "__main__":
     arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     scripted = json.loads(Path(arguments["--script"]).read_text())
-    FakeEngine(socket.socket(fileno=int(arguments["--fd"])), scripted).run()
+    engine = FakeEngine(socket.socket(fileno=int(arguments["--fd"])), scripted)
+    signal.signal(signal.SIGUSR2, engine.get_stuck)
+    engine.run()

@@ -1,0 +1,113 @@
+"""What happened to a mesh since it began, as numbers for /metrics. The coordinator counts, this formats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mlx_mesh.mesh.messages import Metric
+from mlx_mesh.mesh.types import Placement
+from mlx_mesh.node.desk import Desk
+from mlx_mesh.node.roster import RankRecord, Roster
+
+
+@dataclass(slots=True)
+class MeshCounters:
+    """Counts and seconds over all epochs."""
+
+    num_epochs: int = 0
+    verdicts: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # kind, phase, rank or host
+    silent_s: float = 0.0  # for how long failed ranks had shown no life when they were judged
+    num_resumed: int = 0
+    resume_s: float = 0.0  # from verdict to ready
+    last_resume_s: float = 0.0
+    first_load_s: float = 0.0  # of the first epoch: from its begin to ready
+    num_convicted: int = 0
+    num_divergences: int = 0
+
+    def note_ready(self, began_s: float, ended_s: float | None) -> None:
+        """An epoch is ready, so long after it began, and after the verdict on the one before."""
+        if ended_s is None:
+            self.first_load_s = began_s
+        else:
+            self.num_resumed += 1
+            self.resume_s += ended_s
+            self.last_resume_s = ended_s
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelCounters:
+    """What the control channel turned away."""
+
+    failed_handshakes: int
+    rejected_frames: int
+    rejected_messages: int
+    lost_links: int
+
+
+def metrics_of(
+    counters: MeshCounters, channel: ChannelCounters, roster: Roster, desk: Desk, placement: Placement | None
+) -> tuple[Metric, ...]:
+    """Everything, in the order in which it is shown."""
+    return (
+        *_of_epochs(counters),
+        *_of_channel(channel),
+        *_of_requests(desk),
+        *(m for record in roster.ranks for m in _of_rank(record, roster.host_of(record.rank), placement)),
+    )
+
+
+def _counter(name: str, text: str, value: float, **labels: str) -> Metric:
+    return Metric(name=f"mlx_mesh_{name}_total", kind="counter", help=text, value=value, labels=labels)
+
+
+def _gauge(name: str, text: str, value: float, **labels: str) -> Metric:
+    return Metric(name=f"mlx_mesh_{name}", kind="gauge", help=text, value=value, labels=labels)
+
+
+def _of_epochs(counters: MeshCounters) -> Iterator[Metric]:
+    yield _counter("epochs", "Epochs that began", counters.num_epochs)
+    for (kind, phase, who), count in sorted(counters.verdicts.items()):
+        text = "Epochs that broke, by kind of failure, phase and who was at fault"
+        yield _counter("verdicts", text, count, kind=kind, phase=phase, who=who)
+    yield _counter("silent_seconds", "Seconds without a sign of life before verdicts", counters.silent_s)
+    yield _counter("recoveries", "Epochs that became ready after another broke", counters.num_resumed)
+    yield _counter("recovery_seconds", "Seconds from a verdict until ready again", counters.resume_s)
+    yield _gauge("last_recovery_seconds", "The newest of these", counters.last_resume_s)
+    yield _gauge("first_load_seconds", "Seconds from the first epoch's begin to ready", counters.first_load_s)
+    text = "Requests that ended because they ended an engine while alone in it"
+    yield _counter("convicted_requests", text, counters.num_convicted)
+    yield _counter("divergences", "Epochs that ended because ranks disagreed", counters.num_divergences)
+
+
+def _of_channel(channel: ChannelCounters) -> Iterator[Metric]:
+    text = "Connections to the coordinator that did not prove the mesh secret"
+    yield _counter("handshakes_rejected", text, channel.failed_handshakes)
+    for why, count in (("schema", channel.rejected_frames), ("sender_or_epoch", channel.rejected_messages)):
+        yield _counter("frames_rejected", "Control messages that changed nothing", count, why=why)
+    yield _counter("links_lost", "Connections of agents that ended", channel.lost_links)
+
+
+def _of_requests(desk: Desk) -> Iterator[Metric]:
+    yield _gauge("requests_open", "Requests in the journal", len(desk.journal))
+    yield _gauge("requests_suspect", "Of these, suspected to end engines", desk.journal.num_suspects)
+    yield _counter("requests_resumed", "Requests that went on in a later epoch", desk.num_resumed)
+    yield _counter("requests_cancelled", "Requests cancelled by their client", desk.num_cancelled)
+    yield _counter("requests_expired", "Requests that reached their deadline", desk.num_expired)
+    yield _counter("requests_refused", "Requests that were not taken", desk.num_refused)
+
+
+def _of_rank(record: RankRecord, host: str, placement: Placement | None) -> Iterator[Metric]:
+    beat = record.beat
+    if beat is None:
+        return
+    labels = {"rank": str(record.rank), "host": host}
+    kv_bytes = placement.shards[record.rank].kv_bytes_per_token if placement is not None else 0
+    yield _gauge("rank_step", "Steps of this epoch", beat.step, **labels)
+    yield _gauge("rank_steps_seconds", "Seconds in the steps of this epoch", beat.steps_s, **labels)
+    yield _gauge("rank_running", "Sequences that are computed", beat.num_sequences, **labels)
+    yield _gauge("rank_waiting", "Sequences that wait for a place", beat.num_waiting, **labels)
+    yield _gauge("rank_kv_bytes", "Predicted bytes of all caches", kv_bytes * beat.kv_tokens, **labels)
+    yield _gauge("rank_memory_bytes", "Bytes that MLX holds", beat.memory_bytes, **labels)
+    yield _gauge("rank_peak_memory_bytes", "The most it held", beat.peak_memory_bytes, **labels)
