@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mlx_mesh.node.processes import ProcessId, identify
 
-LAST_LINES = 40
+LAST_LINES = 120
 MAX_LINE_BYTES = 8192
 STACKS_S = 0.5
 """What a child has to print its stacks; it takes milliseconds."""

@@ -46,7 +46,7 @@ from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
 from mlx_mesh.node.processes import ProcessId
 from mlx_mesh.node.roster import Member, Roster
-from mlx_mesh.node.stacks import where_it_stood
+from mlx_mesh.node.stacks import where_it_stood, without_stacks
 from mlx_mesh.node.status import rank_rows
 from mlx_mesh.node.switchboard import Switchboard
 
@@ -454,7 +454,9 @@ class Coordinator:
             or (verdict.rank is None and self.roster.host_of(record.rank) == verdict.host)
         ]
         for record in guilty:
-            lines = record.last_lines()[-_NUM_LINES:]
+            lines = without_stacks(record.last_lines())[-_NUM_LINES:]
+            if where := where_it_stood(record.last_lines()):
+                lines.append(f"it stood in {where}")
             if lines:
                 text += f"\nLast lines of rank {record.rank}:\n  " + "\n  ".join(lines)
         if budget.was_ready:

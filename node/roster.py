@@ -27,7 +27,7 @@ from mlx_mesh.mesh.messages import (
 )
 from mlx_mesh.mesh.types import PROTOCOL_VERSION, Phase
 
-NUM_LINES = 40
+NUM_LINES = 120  # a dump of all stacks among them
 
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP}

@@ -23,3 +23,8 @@ def where_it_stood(lines: Sequence[str]) -> str:
         elif is_in_thread and (frame := _FRAME.match(line)):
             last.append(f"{frame['function']} ({PurePath(frame['file']).name}:{frame['line']})")
     return " < ".join(last[:MAX_FRAMES])
+
+
+def without_stacks(lines: Sequence[str]) -> list[str]:
+    """What the engine said before somebody asked where it stood."""
+    return [line for line in lines if not _THREAD.match(line.strip()) and not _FRAME.match(line)]

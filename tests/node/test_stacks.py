@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_mesh.node.stacks import where_it_stood
+from mlx_mesh.node.stacks import where_it_stood, without_stacks
 
 DUMP = """\
 engine: something before
@@ -28,3 +28,12 @@ def test_the_innermost_frames_of_the_main_thread_are_told() -> None:
 
 def test_output_without_a_dump_tells_nothing() -> None:
     assert where_it_stood(["a line", '  File "x.py", line 3 in f']) == ""
+
+
+def test_what_was_said_before_a_dump_is_still_told() -> None:
+    assert without_stacks(["a line", *DUMP, "another"]) == [
+        "a line",
+        "engine: something before",
+        "",
+        "another",
+    ]
