@@ -20,7 +20,7 @@ from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.messages import GenerateRequest, TokenChunk
 from mlx_mesh.proxy import upstream
 from mlx_mesh.proxy.assembler import Assembler, NewSequence
-from mlx_mesh.proxy.markup import Markup, Region
+from mlx_mesh.proxy.markup import Markup, Region, _named_in
 from mlx_mesh.proxy.pieces import CallPiece, Collected, EndPiece, Piece, collect
 from mlx_mesh.proxy.splitter import Calls, Found, Splitter, Stretch
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
@@ -351,3 +351,9 @@ assert not loaded, loaded
 def test_a_parser_that_mlx_lm_does_not_have_is_named(model_with: ModelWith) -> None:
     with pytest.raises(SettingsError, match=r"no tool_parsers\.not_yet_written"):
         model_with(families.TURNS, (), tool_parser_type="not_yet_written")
+
+
+def test_special_tokens_are_found_in_a_parsers_regular_expressions() -> None:
+    special = {"<|call_part|>": 7, "[ARGS]": 8, "<|other|>": 9}
+    found = _named_in(r"re.compile(r'<\|call_part\|>(.*)\[ARGS\]')", special)
+    assert found == {7: "<|call_part|>", 8: "[ARGS]"}
