@@ -10,24 +10,50 @@ from mlx.utils import tree_flatten
 
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
 from mlx_mesh.mesh.tensor_units import DividedBytes, size_of
+from mlx_mesh.node.engine.certificate import certify
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.probe import divisible_units, why_undivided
-from mlx_mesh.node.engine.rules import module_at
+from mlx_mesh.node.engine.rules import Proposal, module_at
 from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
 
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
 
 
+def measure_certified(lazy: LazyModel, model_digest: str) -> ModelFootprint:
+    """The footprint of a model with only those cuts and units that are proven to change nothing."""
+    trace, untraced = _trace(lazy)
+    certificate = certify(lazy, trace)
+    footprint = _measure(lazy, model_digest, trace, untraced, certificate.proposal)
+    if not certificate.bad_cuts:
+        return footprint
+    reason = f"no cut before layer {_spans(list(certificate.bad_cuts))}: tried, it changes the logits"
+    return msgspec.structs.replace(
+        footprint,
+        legal_cuts=tuple(cut for cut in footprint.legal_cuts if cut not in certificate.bad_cuts),
+        cut_reason="; ".join(text for text in (footprint.cut_reason, reason) if text),
+    )
+
+
 def measure(lazy: LazyModel, model_digest: str) -> ModelFootprint:
-    """The footprint of a model. One that cannot be traced has no legal cut, and the reason says why."""
-    layers = lazy.layers
+    """The footprint of a model by the trace and the tried units alone. One that cannot be traced has no legal
+    cut, and the reason says why."""
+    trace, untraced = _trace(lazy)
+    return _measure(lazy, model_digest, trace, untraced, divisible_units(lazy, trace))
+
+
+def _trace(lazy: LazyModel) -> tuple[ModelTrace | None, str]:
     try:
-        trace: ModelTrace | None = trace_model(lazy.model)
-        untraced = ""
+        return trace_model(lazy.model), ""
     except TraceError as error:
-        trace, untraced = None, str(error)
+        return None, str(error)
+
+
+def _measure(
+    lazy: LazyModel, model_digest: str, trace: ModelTrace | None, untraced: str, proposal: Proposal
+) -> ModelFootprint:
+    layers = lazy.layers
     sizes = _Sizes()
     layer_bytes = [sizes.take(array for _, array in tree_flatten(layer.parameters())) for layer in layers]
     outside = dict(tree_flatten(lazy.model.parameters()))
@@ -77,7 +103,7 @@ def measure(lazy: LazyModel, model_digest: str) -> ModelFootprint:
         hidden_bytes_per_token=hidden,
         context_length=_context_length(lazy.config),
         vocab_size=vocabulary,
-        tensor=_tensor(lazy, trace, sum(layer_bytes) + embedding + head),
+        tensor=_tensor(lazy, trace, proposal, sum(layer_bytes) + embedding + head),
     )
 
 
@@ -132,9 +158,8 @@ def _context_length(config: dict[str, Any]) -> int:
     return 0
 
 
-def _tensor(lazy: LazyModel, trace: ModelTrace | None, all_bytes: int) -> TensorFootprint:
+def _tensor(lazy: LazyModel, trace: ModelTrace | None, proposal: Proposal, all_bytes: int) -> TensorFootprint:
     """The most ranks are those of the layer that divides least, so that every layer is divided that far."""
-    proposal = divisible_units(lazy, trace)
     divided: dict[DividedBytes, int] = {}
     sums = {"attention": 0, "mlp": 0}
     most: dict[str, int] = {}

@@ -34,13 +34,13 @@ def inspect_model(model: str) -> ModelFootprint:
 def measure_folder(folder: Path, digest: str) -> ModelFootprint:
     """Build the model lazily and measure it."""
     from mlx_mesh.node.engine.activity import activity, chosen_experts, quantization_of
-    from mlx_mesh.node.engine.footprints import measure
+    from mlx_mesh.node.engine.footprints import measure_certified
     from mlx_mesh.node.engine.loader import open_lazy
 
     lazy = open_lazy(folder)
     chosen = chosen_experts(lazy.config)
     active = [activity(layer, chosen) for layer in lazy.layers]  # measuring may hook the layers
-    measured = measure(lazy, digest)
+    measured = measure_certified(lazy, digest)
     layers = tuple(
         msgspec.structs.replace(layer, active_bytes=num_bytes, active_parameters=num_parameters)
         for layer, (num_bytes, num_parameters) in zip(measured.layers, active, strict=True)

@@ -39,8 +39,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """An integer attribute of the module at `path`: as many as the rank has elements of `layout`; with
-    `over`, that number divided by the elements of `over`."""
+    """An integer attribute of the module at `path`, or "args.x" of its config: as many as the rank has
+    elements of `layout`; with `over`, that number divided by the elements of `over`."""
 
     path: str
     name: str
@@ -204,27 +204,31 @@ def own_arrays(module: Any) -> Iterator[tuple[str, Any]]:
 
 # ------------------------------------------------------------ what is left
 
-_SMALL_SHARE = 50  # a linear below 1/50 of its layer is not worth a sum
+_WORTH_A_SUM = 50  # a linear below 1/50 of its layer stays whole
+_WORTH_CUTTING = 20  # and so do all of a layer's together below 1/20
 _ROW_STEP = 32
 
 
-def gathered(layer: int, root: Any, taken: Sequence[Unit]) -> Iterator[Unit]:
-    """Every large linear of a layer that belongs to none of the units `taken`, cut by itself."""
+def gathered(layer: int, root: Any, taken: Sequence[Unit]) -> list[Unit]:
+    """The large linears of a layer that belong to none of the units `taken`, each cut by itself."""
     used = {".".join(x for x in (unit.path, cut.path) if x) for unit in taken for cut in unit.cuts}
     total = sum(array.nbytes for _, array in _parameters(root))
+    units, in_units = [], 0
     for path, module in modules_below(root):
         if path in used or not is_linear(module):
             continue
         size = sum(array.nbytes for _, array in _parameters(module))
         outputs = dims_of(module)[0]
-        if size * _SMALL_SHARE < total or outputs < 2:
+        if size * _WORTH_A_SUM < total or outputs < 2:
             continue
         step = _ROW_STEP
         while outputs // step < 16 and step > 1:
             step //= 2
         layout = (Segment(outputs, 1),)
         division = Division(edges_of(outputs, step), tuple(range(outputs + 1)) if outputs < 256 else ())
-        yield Unit(layer, path, "gathered", division, (Cut("", "rows", layout),), gathers=("",))
+        units.append(Unit(layer, path, "gathered", division, (Cut("", "rows", layout),), gathers=("",)))
+        in_units += size
+    return units if in_units * _WORTH_CUTTING >= total else []
 
 
 def _parameters(module: Any) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,7 +261,7 @@ def _draft(module: Any, shape: _Shape, out: str, family: Any, rewrites_hidden: b
             _cut_arrays(draft, shape, path, child, family, widens, layouts, queries)
     for path, child in modules_below(module):
         if not (path and _SEPARATE.search(path)) and not is_linear(child):
-            _count_attributes(draft, shape, path, child, layouts, rewrites_hidden, top=not path)
+            _count_attributes(draft, shape, path, child, layouts, rewrites_hidden)
     return draft
 
 
@@ -349,12 +348,18 @@ def _count_attributes(
     module: Any,
     layouts: list[Layout],
     rewrites_hidden: bool,
-    top: bool,
 ) -> None:
     heads, kv_heads = shape.by_head(shape.heads), shape.by_kv_head(shape.kv_heads)
     widths = {size_of(layout): layout for layout in layouts}
     widths |= {segment.size: (segment,) for layout in layouts for segment in layout if segment.per_group}
     widths[shape.inner] = shape.by_head(shape.inner)
+    if rewrites_hidden:
+        # Some make their first state as wide as their config says.
+        for holder in ("args", "config"):
+            values = getattr(module, holder, None)
+            for name, value in vars(values).items() if hasattr(values, "__dict__") else ():
+                if _HIDDEN_WIDTH.match(name) and value == shape.inner:
+                    draft.counts.append(Count(path, f"{holder}.{name}", widths[value]))
     for name, value in vars(module).items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue
@@ -372,8 +377,3 @@ def _count_attributes(
                 draft.counts.append(Count(path, name, widths[value]))
         elif _WIDTH.match(name) and value in widths:
             draft.counts.append(Count(path, name, widths[value]))
-
-
-def candidates_of(layer: int, path: str, module: Any) -> Iterator[Unit]:
-    """For tests: only the units."""
-    yield from mixer_units(layer, path, module)[0]

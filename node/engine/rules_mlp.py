@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mlx.utils import tree_flatten
-
 from mlx_mesh.mesh.tensor_units import Division, Layout, Segment
 from mlx_mesh.node.engine.rules import (
     Cut,
@@ -119,7 +117,3 @@ def _inner_edges(inner: int, grain: int) -> tuple[int, ...]:
     while inner // step < _FEWEST_UNITS and step % 2 == 0 and (step // 2) % grain == 0:
         step //= 2  # small models: shares as asked matter more than alignment
     return edges_of(inner, step)
-
-
-def has_parameters(module: Any) -> bool:
-    return bool(tree_flatten(module.parameters()))

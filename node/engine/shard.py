@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.tensor_units import Range
 from mlx_mesh.mesh.types import Placement, Sharding
+from mlx_mesh.node.engine.certificate import certify
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.exchange import Exchange
 from mlx_mesh.node.engine.hooks import Original, hook_model
@@ -61,7 +62,11 @@ def load_shard(
     Reads layer by layer; `on_progress(done, total)` after each. `on_layer(i)` is called whenever a local
     layer is entered. Raises SettingsError for an unusable folder, PlacementError for an impossible placement.
     """
-    return shard_model(open_lazy(model, adapter), placement, rank, exchange, on_progress, on_layer)
+    lazy = open_lazy(model, adapter)
+    proposal = None
+    if placement.sharding == Sharding.TENSOR:  # the same verdict as the plan's, and on every rank
+        proposal = certify(lazy, _trace_or_none(lazy)).proposal
+    return shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal)
 
 
 def shard_model(

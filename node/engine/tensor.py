@@ -6,6 +6,7 @@ Row-parallel biases count once: they are added after the sum, or only rank 0 kee
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,8 +133,17 @@ def divide_layer(
             for count in unit.counts
         ]
         for count, value, over in counts:
-            setattr(module_at(module, count.path), count.name, value // over)
+            _set_attribute(module_at(module, count.path), count.name, value // over)
         _join(module, unit, share, weights, exchange)
+
+
+def _set_attribute(target: Any, name: str, value: int) -> None:
+    holder, _, name = name.rpartition(".")
+    if holder:  # a config that other modules share: this module gets one of its own
+        own = copy.copy(getattr(target, holder))
+        setattr(target, holder, own)
+        target = own
+    setattr(target, name, value)
 
 
 def _join(module: Any, unit: Unit, share: Range, weights: Sequence[int], exchange: Exchange) -> None:

@@ -16,7 +16,7 @@ from mlx_mesh.node.engine.trace import trace_model
 
 LLAMA = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 128}
 WIDE = {"intermediate_size": 384, "num_hidden_layers": 2}
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "4 bit, 32": {"bits": 4, "group_size": 32},
     "4 bit, 64": {"bits": 4, "group_size": 64},
     "8 bit, 32": {"bits": 8, "group_size": 32},

@@ -75,7 +75,7 @@ def test_a_tensor_rank_reads_only_its_rows_and_columns(
     reference = tiny.forward(tiny.build(config).model)
     heads = {0: slice(0, 96), 1: slice(96, 144)}  # 6 and 3 heads of 16
     groups = {0: slice(0, 32), 1: slice(32, 48)}
-    inner = {0: slice(0, 96), 1: slice(96, 160)}  # 5 units of 32 columns over two ranks
+    inner = {0: slice(0, 80), 1: slice(80, 160)}
     folders = []
     for rank in range(2):
 
@@ -103,7 +103,7 @@ def test_a_tensor_rank_reads_only_its_rows_and_columns(
     assert tiny.gap(outputs, reference) < 1e-4
     whole = sum(x.nbytes for x in tiny.parameters(config).values())
     assert shards[0].weights_bytes < 0.72 * whole
-    assert shards[1].weights_bytes < 0.42 * whole
+    assert shards[1].weights_bytes < 0.44 * whole
 
 
 def test_loading_reports_each_layer_and_running_reports_each_local_one(
