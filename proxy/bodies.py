@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from mlx_mesh.proxy.errors import ApiError, invalid
 
@@ -23,6 +23,10 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     try:
         async with asyncio.timeout(BODY_DEADLINE_S):
             raw = await _read(request, max_bytes)
+    except ClientDisconnect as error:  # nobody reads the answer; without one it would count as our fault
+        raise invalid(
+            "The connection ended before the request body was complete.", param=None, code="body_incomplete"
+        ) from error
     except TimeoutError as error:
         raise ApiError(
             408, f"The request body did not arrive within {BODY_DEADLINE_S:g} s.", code="body_timeout"

@@ -14,6 +14,7 @@ router = APIRouter()
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
     """Always 200 while the process answers; says also whether the mesh is ready."""
     services = services_of(request)
@@ -24,6 +25,7 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/ready")
+@router.head("/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200, or 503 with the reason: what a load balancer should ask."""
     services = services_of(request)

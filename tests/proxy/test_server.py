@@ -15,12 +15,14 @@ import httpx
 import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from starlette.requests import Request
 
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.messages import Failed, GenerateRequest, TokenChunk
 from mlx_mesh.node import client as client_module
 from mlx_mesh.proxy import bodies
 from mlx_mesh.proxy.auth import Guard
+from mlx_mesh.proxy.errors import ApiError
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
@@ -208,6 +210,21 @@ def test_a_body_that_does_not_arrive_is_given_up(front: Any, monkeypatch: pytest
         client.settimeout(10)
         client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{{".encode())
         assert client.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_that_leaves_inside_its_body_is_no_fault_of_ours() -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "headers": [(b"content-length", b"50")]}, receive)
+    with pytest.raises(ApiError, match="ended before the request body was complete"):
+        asyncio.run(bodies.read_json_object(request, 1000))
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_load_balancers_may_ask_with_head(plain_front: Any, path: str) -> None:
+    response = plain_front.http.head(path)
+    assert (response.status_code, response.content) == (200, b"")
 
 
 def test_a_mistake_of_our_own_is_a_500_with_the_envelope_and_without_details(
