@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TextIO, cast
 
+import msgspec
+
 from mlx_mesh import __version__
-from mlx_mesh.launcher import plan_command
+from mlx_mesh.launcher import bench_command, plan_command, verify_command
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.chat import Chat, ChatSettings, ask_once, converse
 from mlx_mesh.launcher.config import (
@@ -256,6 +258,47 @@ def _plan(arguments: Arguments) -> int:
     return ExitCode.PLACEMENT if plan_command.problems(found) else ExitCode.OK
 
 
+def _verify(arguments: Arguments) -> int:
+    verdict = verify_command.verify(_chosen_config(arguments), os.environ, print)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(verdict), indent=1).decode())
+    else:
+        for line in verify_command.lines(verdict):
+            print(line)
+    return ExitCode.OK if verdict.is_same else ExitCode.FAILED
+
+
+def _bench(arguments: Arguments) -> int:
+    if not arguments.probe:
+        raise SettingsError("Give --probe; it is what `bench` can measure.")
+    found = bench_command.probe(_chosen_config(arguments), os.environ, print)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(found.measurements), indent=1).decode())
+    else:
+        for line in bench_command.lines(found):
+            print(line)
+    for fault in found.faults:
+        print(f"mlx-mesh: {fault}", file=sys.stderr)
+    return ExitCode.FAILED if found.faults else ExitCode.OK
+
+
+def _chosen_config(arguments: Arguments) -> LaunchConfig:
+    """Of a hostfile, or of ranks on this machine."""
+    if arguments.hostfile is not None and arguments.sim is not None:
+        raise SettingsError("Give a hostfile or --sim N, not both.")
+    if arguments.hostfile is not None:
+        hostfile = read_hostfile(arguments.hostfile)
+    else:
+        hostfile = local_hostfile(2 if arguments.sim is None else arguments.sim, "sim")
+    flags = Flags(
+        model=arguments.model,
+        sharding=getattr(arguments, "sharding", None),
+        ssh_config=arguments.ssh_config,
+        host="127.0.0.1",
+    )
+    return build_config(hostfile, flags, {})
+
+
 # ---------------------------------------------------------------- the words
 
 
@@ -307,6 +350,24 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--offline", action="store_true", help="ask no hub")
     plan.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
     plan.add_argument("--json", action="store_true", help="machine-readable")
+
+    verify = command("verify", _verify, "Compare a mesh's answers with those of one host.")
+    verify.add_argument("model", metavar="MODEL", help="folder or hub id")
+    verify.add_argument("hostfile", nargs="?", help="default: two ranks on this machine")
+    verify.add_argument(
+        "--sharding",
+        type=Sharding,
+        choices=[Sharding.AUTO, Sharding.TENSOR, Sharding.PIPELINE],
+        help="default: auto",
+    )
+    bench = command("bench", _bench, "Measure hosts and links, for better plans.")
+    bench.add_argument("hostfile", nargs="?", help="default: this machine")
+    bench.add_argument("--model", help="default: the hostfile's")
+    bench.add_argument("--probe", action="store_true", help="memory, matrix and link rates; seconds")
+    for made in (verify, bench):
+        made.add_argument("--sim", type=int, metavar="N", help="N ranks on this machine")
+        made.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
+        made.add_argument("--json", action="store_true", help="machine-readable")
 
     down = command("down", _down, "Stop a mesh.")
     status = command("status", _status, "Show a running mesh and its ranks.")

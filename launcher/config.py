@@ -52,6 +52,7 @@ class LaunchConfig:
     served_model_names: tuple[str, ...] = ()
     max_sequences: int = 32
     context_length: int = 0  # 0 = the model's
+    prefill_step_size: int = 0  # 0 = chosen by sharding
     ssh_config: str = ""  # '' = ~/.ssh/config
     notes: tuple[str, ...] = ()
     paranoid: bool = False

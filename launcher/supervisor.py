@@ -600,6 +600,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         context_length=config.context_length,
         max_sequences=config.max_sequences,
         paranoid=config.paranoid,
+        prefill_step_size=config.prefill_step_size,
         plan_context=context,
         plan_sequences=sequences,
         link=slowest_link([host.facts for host in hosts], measurements, config.backend),

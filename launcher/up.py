@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -42,14 +43,16 @@ def up(
     *,
     log: str = "",
     on_ready: OnReady | None = None,
+    task: OnReady | None = None,
 ) -> ExitCode:
-    """Run the mesh until somebody asks to stop. Raises MeshError when it does not come up or breaks.
+    """Run the mesh until somebody asks to stop, or until `task`, which is given the URL and runs in a thread
+    of its own, is done. Raises MeshError when it does not come up or breaks.
     Nothing is left running in either case, or what could not be ended is named. `log`: where our own output
     goes when detached."""
     with StopSignals() as signals:
         folder.claim()
         try:
-            return _up(config, folder, console, signals, log, on_ready)
+            return _up(config, folder, console, signals, log, on_ready, task)
         finally:
             folder.release()
 
@@ -61,6 +64,7 @@ def _up(
     signals: StopSignals,
     log: str,
     on_ready: OnReady | None,
+    task: OnReady | None,
 ) -> ExitCode:
     for note in end_leftovers(folder):
         console.warn(note)
@@ -80,6 +84,8 @@ def _up(
             _tell_ready(config, hosts, ready, console, is_detached=bool(log))
             if on_ready is not None:
                 on_ready(ready.url)
+            if task is not None:
+                _begin(task, ready.url, supervisor)
             console.say(f"\nStopping ({supervisor.run()}) ...")
         finally:
             left = supervisor.stop()
@@ -93,6 +99,16 @@ def _up(
         return ExitCode.FAILED
     console.say(f"Mesh {config.name} is down.")
     return ExitCode.OK
+
+
+def _begin(task: OnReady, url: str, supervisor: Supervisor) -> None:
+    def work() -> None:
+        try:
+            task(url)
+        finally:
+            supervisor.ask_to_stop("done")
+
+    threading.Thread(target=work, daemon=True).start()
 
 
 def _check(config: LaunchConfig, console: Console) -> tuple[ReadyHost, ...]:

@@ -1,0 +1,181 @@
+"""`mlx-mesh verify`: the same prompts at world size 1 and on a mesh, compared token by token.
+
+Both run as real meshes behind their HTTP endpoint, one after the other: greedy, with log-probabilities. In
+float32 the texts are the same. In 16 bits a near-tie may fall either way: the first differing token is shown
+with how close the two candidates were, and counts as equal when they were closer than the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from mlx_mesh.launcher.api import Api
+from mlx_mesh.launcher.config import LaunchConfig
+from mlx_mesh.launcher.console import Console
+from mlx_mesh.launcher.state import StateFolder, state_root
+from mlx_mesh.launcher.up import up
+from mlx_mesh.mesh.errors import MeshError
+from mlx_mesh.mesh.types import Sharding
+
+NUM_TOKENS = 32
+CHUNK_TOKENS = 128  # of prefill, small so that a short text is several chunks at any sharding
+TOLERANCE = 0.05  # of log-probability, when texts differ
+
+_SENTENCE = "The planner weighs every layer, counts every byte, and says in plain words what fits where. "
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "1, 1, 2, 3, 5, 8, 13,",
+    _SENTENCE * 18 + "\nIn short:",  # several prefill chunks
+)
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt. Log-probabilities are compared up to the first different token, that one included."""
+
+    prompt: str  # its beginning
+    num_tokens: int
+    largest_gap: float
+    differs_at: int = -1  # -1 = the same tokens
+    tokens: tuple[str, str] = ("", "")  # at that place, one host's first
+    near_tie: float = 0.0  # how far apart the two were for one host
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    prompts: tuple[Compared, ...]
+
+    @property
+    def largest_gap(self) -> float:
+        return max(item.largest_gap for item in self.prompts)
+
+    @property
+    def is_same(self) -> bool:
+        """Equal tokens, or a tie that may fall either way."""
+        return all(item.differs_at < 0 or item.near_tie <= TOLERANCE for item in self.prompts)
+
+
+def verify(config: LaunchConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> Verdict:
+    """Bring up one host, ask, bring it down; then the mesh. Raises MeshError when either does not come up."""
+    leader = replace(config.hosts[0], slots=1, layers=())
+    alone = replace(
+        config, name=f"{config.name}-verify-1", hosts=(leader,), sharding=Sharding.AUTO, serve_port=0
+    )
+    mesh = replace(config, name=f"{config.name}-verify-{config.num_ranks}", serve_port=0)
+    alone, mesh = (replace(either, prefill_step_size=CHUNK_TOKENS) for either in (alone, mesh))
+    say(f"Asking {leader.name} alone ...")
+    reference = _ask(alone, environment, say)
+    say(f"Asking {config.num_ranks} ranks ...")
+    answers = _ask(mesh, environment, say)
+    compared = [compare(*item) for item in zip(PROMPTS, reference, answers, strict=True)]
+    return Verdict(model=config.model, prompts=tuple(compared))
+
+
+def compare(prompt: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Compared:
+    """Two answers' `logprobs` objects of /v1/completions. Pure."""
+    gap = 0.0
+    pairs = zip(one["tokens"], other["tokens"], one["token_logprobs"], other["token_logprobs"], strict=False)
+    count = max(len(one["tokens"]), len(other["tokens"]))
+    for index, (token, seen, logprob, seen_logprob) in enumerate(pairs):
+        if token != seen:
+            likely = (one.get("top_logprobs") or [{}] * count)[index]
+            return Compared(
+                prompt=prompt[:40],
+                num_tokens=count,
+                largest_gap=gap,
+                differs_at=index,
+                tokens=(token, seen),
+                near_tie=logprob - likely[seen] if seen in likely else float("inf"),
+            )
+        gap = max(gap, abs(logprob - seen_logprob))
+    lengths = len(one["tokens"]), len(other["tokens"])
+    if lengths[0] != lengths[1]:
+        return Compared(
+            prompt=prompt[:40],
+            num_tokens=count,
+            largest_gap=gap,
+            differs_at=min(lengths),
+            tokens=("(end)", "more") if lengths[0] < lengths[1] else ("more", "(end)"),
+            near_tie=float("inf"),
+        )
+    return Compared(prompt=prompt[:40], num_tokens=count, largest_gap=gap)
+
+
+def lines(verdict: Verdict) -> list[str]:
+    """For people."""
+    out = []
+    for item in verdict.prompts:
+        beginning = " ".join(item.prompt.split())
+        if item.differs_at < 0:
+            out.append(f"same {item.num_tokens} tokens, largest gap {item.largest_gap:.2e}: {beginning!r}")
+        else:
+            one, other = item.tokens
+            out.append(
+                f"differs at token {item.differs_at}: {one!r} alone, {other!r} on the mesh; alone they were "
+                f"{item.near_tie:.3g} apart; largest gap before {item.largest_gap:.2e}: {beginning!r}"
+            )
+    what = "The mesh answers as one host does" if verdict.is_same else "The mesh does NOT answer as one host"
+    return [*out, f"{what}; the largest gap of log-probability is {verdict.largest_gap:.2e}."]
+
+
+def _ask(config: LaunchConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> list[Any]:
+    """Bring a mesh up, ask everything, bring it down."""
+    answers: list[Any] = []
+    problems: list[Exception] = []
+    folder = StateFolder(state_root(environment), config.name)
+
+    def ask(url: str) -> None:
+        try:
+            api = Api(url, config.api_keys[0] if config.api_keys else "")
+            answers.extend(_complete(api, prompt) for prompt in PROMPTS)
+        except Exception as error:  # carried to the caller's thread
+            problems.append(error)
+
+    up(config, folder, _Quiet(say), task=ask)
+    if problems:
+        raise problems[0]
+    if len(answers) != len(PROMPTS):
+        raise MeshError(f"{config.name} was stopped before all prompts were answered.")
+    return answers
+
+
+def _complete(api: Api, prompt: str) -> dict[str, list[Any]]:
+    """The `logprobs` object of an answer, put together from its stream."""
+    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 5, "stream": True}
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    for event in api.stream("/v1/completions", body):
+        for choice in event.get("choices", []):
+            for key, values in (choice.get("logprobs") or {}).items():
+                if key in found and values:
+                    found[key] += values
+    if not found["tokens"]:
+        raise MeshError(f"{api.url} returned no log-probabilities to compare.")
+    return found
+
+
+class _Quiet(Console):
+    """Only warnings, and that it is ready."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def say(self, text: str) -> None:
+        if text.startswith("warning:"):
+            self._say(text)
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        """Not here."""
+
+    def progress(self, *args: Any, **kwargs: Any) -> None:
+        """Not here."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """What went wrong is in the error; the ranks' logs are in files."""
+
+    def ready(self, name: str, url: str, summary: str, hints: Sequence[str]) -> None:
+        self._say(f"  {summary}")
