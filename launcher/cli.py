@@ -408,6 +408,7 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, metavar="TOKENS", help="longest context to plan for and to serve"
     )
+    parser.add_argument("--offline", action="store_true", help="ask no hub; the files must be on each host")
     parser.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
     parser.add_argument("--detach", action="store_true", help="return when ready; `down` stops it")
     parser.add_argument(
@@ -447,5 +448,6 @@ def _flags(arguments: Arguments) -> Flags:
         max_sequences=arguments.max_sequences,
         context=arguments.context,
         ssh_config=arguments.ssh_config,
+        is_offline=arguments.offline,
         paranoid=arguments.paranoid,
     )

@@ -32,6 +32,7 @@ class Flags:
     max_sequences: int | None = None
     context: int | None = None
     ssh_config: str | None = None
+    is_offline: bool = False
     paranoid: bool = False
 
 
@@ -53,6 +54,7 @@ class LaunchConfig:
     max_sequences: int = 32
     context_length: int = 0  # 0 = the model's
     prefill_step_size: int = 0  # 0 = chosen by sharding
+    is_offline: bool = False  # no host asks the hub
     ssh_config: str = ""  # '' = ~/.ssh/config
     notes: tuple[str, ...] = ()
     paranoid: bool = False
@@ -131,6 +133,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         context_length=flags.context or 0,
         ssh_config=str(Path(flags.ssh_config).expanduser().resolve()) if flags.ssh_config else "",
         notes=hostfile.notes,
+        is_offline=flags.is_offline,
         paranoid=flags.paranoid,
     )
 

@@ -40,7 +40,7 @@ def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
     """Raises PlacementError with the reason and the valid choices; nothing was loaded then."""
     measurements = read_measurements(os.environ)
     request = request_of(config, hosts, measurements)
-    footprint = read_footprint(hosts[0])
+    footprint = read_footprint(hosts[0], is_offline=config.is_offline)
     capacities = [capacity_of(host, measurements) for host in hosts]
     placement = plan_placement(footprint, capacities, request)
     notes = []
@@ -85,9 +85,10 @@ def capacity_of(host: ReadyHost, measurements: Measurements) -> HostCapacity:
     )
 
 
-def read_footprint(leader: ReadyHost) -> ModelFootprint:
+def read_footprint(leader: ReadyHost, *, is_offline: bool = False) -> ModelFootprint:
     """Sizes and legal cuts, told by a short-lived process on the leader's host. Raises PlacementError."""
-    return ask_footprint(leader.remote, leader.python, leader.model)
+    flags = ["--offline"] if is_offline else []
+    return ask_footprint(leader.remote, leader.python, leader.model, *flags)
 
 
 def ask_footprint(remote: RemoteHost, python: str, model: str, *flags: str) -> ModelFootprint:

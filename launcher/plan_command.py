@@ -132,7 +132,7 @@ def _ask_hosts(
 ) -> tuple[ModelFootprint, list[HostCapacity], tuple[str, ...], Link | None]:
     """What the hosts of the hostfile say, as `up` asks them."""
     assert question.hostfile is not None
-    flags = Flags(model=model, ssh_config=question.ssh_config)
+    flags = Flags(model=model, ssh_config=question.ssh_config, is_offline=question.is_offline)
     config = build_config(read_hostfile(question.hostfile), flags, {})
     preflight = check_hosts(config)
     try:
@@ -143,7 +143,7 @@ def _ask_hosts(
             for host in ready
             if (note := rates_of(host.facts, measurements).note)
         ]
-        footprint = read_footprint(ready[0])
+        footprint = read_footprint(ready[0], is_offline=question.is_offline)
         return (
             footprint,
             [capacity_of(host, measurements) for host in ready],

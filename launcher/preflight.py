@@ -166,6 +166,7 @@ def _ask(remote: RemoteHost, python: str, entry: HostEntry, config: LaunchConfig
         "min_python": MIN_PYTHON,
         "model": config.model,
         "models": model_candidates(config.model, entry.models),
+        "offline": config.is_offline,
     }
     try:
         return run_program(remote, python, "facts_probe", request, PROBE_TIMEOUT_S)

@@ -261,6 +261,7 @@ class Supervisor:
             marker=marker,
             attached=True,
             deadlines=config.deadlines,
+            offline=config.is_offline,
             mesh=mesh_config(config, [agent.host for agent in self._agents]) if index == 0 else None,
             faults=config.faults,
         )

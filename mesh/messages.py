@@ -109,6 +109,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     attached: bool = True  # end of file on stdin ends this agent
     deadlines: Deadlines = Deadlines()
     mesh: MeshConfig | None = None
+    offline: bool = False  # ask no hub; all files must be on this host
     faults: tuple[str, ...] = ()  # of `up --sim N --fault ...`, see mesh.faults; () = the plain engine
 
 

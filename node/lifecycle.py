@@ -117,6 +117,8 @@ class AgentProcess:
     async def _startup(self) -> None:
         config = self._config
         check_config(config)
+        if config.offline:  # for this process and all its children
+            os.environ["HF_HUB_OFFLINE"] = "1"
         run_file, notes = await asyncio.to_thread(
             RunFile.claim, self._folder, config.mesh_name, config.host, config.run_id
         )

@@ -13,8 +13,9 @@ import pytest
 from mlx_mesh.launcher import bench_command, cli, plan_command, verify_command
 from mlx_mesh.launcher.measured import keep_measurements, measurements_file, read_measurements
 from mlx_mesh.launcher.plan_command import parse_ram, parse_tokens
+from mlx_mesh.launcher.preflight import check_hosts
 from mlx_mesh.launcher.programs import echo_link
-from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.errors import PreflightError, SettingsError
 from mlx_mesh.mesh.measurements import HostMeasurement, Measurements
 
 GIB = 1024**3
@@ -183,3 +184,12 @@ def test_plan_flags_reach_the_question() -> None:
     arguments = cli.build_parser().parse_args(["plan", "m", "--context", "8k", "--sequences", "2"])
     assert (arguments.model, arguments.context, arguments.sequences) == ("m", "8k", 2)
     assert plan_command.parse_tokens(arguments.context) == 8192
+
+
+def test_offline_reaches_every_host(tiny_llama: Path) -> None:
+    words = ["up", "--sim", "1", "--model", "org/none", "--offline"]
+    arguments = cli.build_parser().parse_args(words)
+    config = cli.build_config(cli.local_hostfile(1, "sim"), cli._flags(arguments), {})
+    assert config.is_offline
+    with pytest.raises(PreflightError, match=r"--offline forbids to ask the hub"):
+        check_hosts(config)
