@@ -39,6 +39,8 @@ from mlx_mesh.mesh.hostfile_words import MPI_REASON
 from mlx_mesh.mesh.links import LINKS
 from mlx_mesh.mesh.types import Backend, Sharding
 
+MAX_SIM = 64
+
 Arguments = argparse.Namespace
 EXIT_CODES = "exit status: " + ", ".join(f"{code.value} {code.name.lower()}" for code in ExitCode)
 
@@ -92,8 +94,10 @@ def _up(arguments: Arguments) -> int:
             "Give either a hostfile or --sim N, like `mlx-mesh up hosts.yaml` or `mlx-mesh up --sim 2`."
         )
     if arguments.sim is not None:
-        if arguments.sim < 1:
-            raise SettingsError(f"--sim {arguments.sim} is out of range; it is the number of local ranks.")
+        if not 1 <= arguments.sim <= MAX_SIM:
+            raise SettingsError(
+                f"--sim {arguments.sim} is out of range; it is the number of local ranks, 1 to {MAX_SIM}."
+            )
         hostfile = local_hostfile(arguments.sim, "sim")
     else:
         hostfile = read_hostfile(arguments.hostfile)

@@ -15,6 +15,9 @@ from mlx_mesh.mesh.types import Backend, Sharding
 
 API_KEY_VARIABLE = "MLX_MESH_API_KEY"
 MIN_KEY_CHARACTERS = 8
+MAX_HOSTFILE_BYTES = 1024 * 1024
+MAX_PATH_BYTES = 1024
+MAX_PATH_PART_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,12 @@ def plan_size(config: LaunchConfig) -> tuple[int, int]:
 def read_hostfile(path: str) -> Hostfile:
     """The checked hostfile at `path`. Raises HostfileError."""
     try:
-        text = Path(path).expanduser().read_text("utf-8")
+        file = Path(path).expanduser()
+        if file.exists() and not file.is_file():
+            raise HostfileError(f"{path}: not a regular file; give the path of a hostfile")
+        if file.stat().st_size > MAX_HOSTFILE_BYTES:
+            raise HostfileError(f"{path}: larger than 1 MiB, so not a hostfile; check the path")
+        text = file.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise HostfileError(f"{path}:1: not UTF-8 text; save it as UTF-8") from error
     except OSError as error:
@@ -99,6 +107,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
             "No model is named. Give --model with a folder or a hub id"
             + (f", or add `model:` to {hostfile.source}." if hostfile.source else ".")
         )
+    check_model_name(model)
     if flags.max_sequences is not None and flags.max_sequences < 1:
         raise SettingsError(f"--max-sequences {flags.max_sequences} is out of range; it must be at least 1.")
     if flags.context is not None and flags.context < 1:
@@ -177,6 +186,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_model_name(model: str) -> None:
+    """Raises SettingsError for what can be neither a path nor a hub id."""
+    if len(model.encode()) > MAX_PATH_BYTES or any(
+        len(part.encode()) > MAX_PATH_PART_BYTES for part in model.split("/")
+    ):
+        raise SettingsError(
+            f"The model's name {model[:40]!r}... has {len(model)} characters, too many for a path or a hub "
+            "id. Correct --model, or `model:` in the hostfile."
+        )
+    if "\0" in model:
+        raise SettingsError(f"The model's name {model!r} has a zero byte in it. Correct it.")
 
 
 def anchor_model(model: str, base: Path) -> str:

@@ -110,6 +110,10 @@ def ask_footprint(remote: RemoteHost, python: str, model: str, *flags: str) -> M
                     f"{remote.name} tells the sizes of {model} in another form than this "
                     f"launcher knows ({error}). Install the same mlx-mesh on both."
                 ) from error
-    raise PlacementError(
-        f"{model} on {remote.name} cannot be used: {completed.last_words() or completed.exit}"
-    )
+    said = completed.last_words()
+    if completed.exit.signal is not None:
+        said = (
+            f"the process that reads its sizes did not end by itself, {completed.exit}, perhaps because the "
+            f"host is short of memory. {said}"
+        ).strip()
+    raise PlacementError(f"{model} on {remote.name} cannot be used: {said or completed.exit}")

@@ -15,7 +15,14 @@ from typing import TypeVar
 
 import msgspec
 
-from mlx_mesh.launcher.config import Flags, anchor_model, build_config, is_hub_id, read_hostfile
+from mlx_mesh.launcher.config import (
+    Flags,
+    anchor_model,
+    build_config,
+    check_model_name,
+    is_hub_id,
+    read_hostfile,
+)
 from mlx_mesh.launcher.measured import read_measurements
 from mlx_mesh.launcher.plan import ask_footprint, capacity_of, read_footprint
 from mlx_mesh.launcher.preflight import check_hosts, close_all
@@ -119,6 +126,7 @@ def parse_ram(text: str) -> list[int]:
 
 
 def _model_of(question: PlanQuestion) -> str:
+    check_model_name(question.model)
     model = anchor_model(question.model, Path.cwd())
     if not question.revision:
         return model

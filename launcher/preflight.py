@@ -82,7 +82,7 @@ def check_hosts(config: LaunchConfig) -> Preflight:
             hosts = [probed[entry.name] for entry in config.hosts]
             faults, warnings = compare_hosts([host.facts for host in hosts], [_named(host) for host in hosts])
             addresses, address_faults = choose_addresses(_seen(hosts))
-            faults += address_faults
+            faults += address_faults + _tokenizer_faults(hosts[0])
         if faults:
             order = {entry.name: index for index, entry in enumerate(config.hosts)}
             faults.sort(key=lambda fault: (order[fault.host], STEPS.index(fault.step)))
@@ -299,6 +299,13 @@ def compare_hosts(facts: Sequence[HostFacts], names: Sequence[Named]) -> tuple[l
                 )
             )
     return faults, warnings
+
+
+def _tokenizer_faults(leader: _Probed) -> list[HostFault]:
+    """Only the leader turns text into tokens."""
+    problem = leader.facts.tokenizer_error.rstrip(".")
+    fix = "the first host of the hostfile serves HTTP and needs the tokenizer"
+    return [HostFault(leader.entry.name, "model", problem, fix)] if problem else []
 
 
 def _minor(versions: Versions) -> str:

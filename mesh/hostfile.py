@@ -144,9 +144,16 @@ class _Faults:
         self._source = source
         self._lines = lines
         self._found: list[tuple[int, str]] = []
+        self._once: set[Place] = set()
 
     def add(self, where: Place, what: str) -> None:
         self._found.append((self._lines.of(where), what))
+
+    def add_once(self, where: Place, what: str) -> None:
+        """Of several faults of one place the first: three alike are told twice, not three times."""
+        if where not in self._once:
+            self._once.add(where)
+            self.add(where, what)
 
     def raise_if_any(self) -> None:
         if self._found:
@@ -269,22 +276,22 @@ def _check_together(hosts: tuple[HostEntry, ...], faults: _Faults) -> None:
         here: Place = ("hosts", index)
         for other in earlier:
             if other.name.lower() == host.name.lower():
-                faults.add(
+                faults.add_once(
                     (*here, "name"), f"host {host.name!r} stands already on line {other.line}; rename one"
                 )
             elif host.is_local and other.is_local:
-                faults.add(
+                faults.add_once(
                     (*here, "local"),
                     f"this machine is already host {other.name!r} (line {other.line}); {slots_fix}",
                 )
             elif host.ssh and (other.ssh.lower(), other.user) == (host.ssh.lower(), host.user):
-                faults.add(
+                faults.add_once(
                     (*here, "ssh"),
                     f"{host.ssh!r} is already host {other.name!r} (line {other.line}); {slots_fix}",
                 )
             shared = [a for a in host.addresses if a in other.addresses and not a.startswith("127.")]
             if shared:
-                faults.add(
+                faults.add_once(
                     (*here, "addresses"),
                     f"{shared[0]} is already an address of {other.name!r} (line {other.line}); correct one",
                 )

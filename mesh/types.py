@@ -64,6 +64,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions
     model_digest: str = ""  # hash over config and weight file names and sizes; '' = model not found
     model_error: str = ""  # why model_digest is empty, in words with the fix
+    tokenizer_error: str = ""  # why this host could not serve HTTP for the model; followers need no tokenizer
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

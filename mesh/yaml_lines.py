@@ -53,6 +53,8 @@ def load_yaml_with_lines(text: str) -> tuple[Any, Lines]:
             f"not readable as YAML: {error.problem or error.context}{where}; correct the text there",
             mark.line + 1 if mark else 1,
         ) from error
+    except RecursionError as error:
+        raise YamlError("too deeply nested for a hostfile; shorten it", 1) from error
     except yaml.YAMLError as error:
         raise YamlError(
             f"not readable as YAML: {' '.join(str(error).split())}; correct the text", 1
@@ -68,6 +70,8 @@ def load_json_with_lines(text: str) -> tuple[Any, Lines]:
     """The same for JSON text, or for YAML in flow style. Raises YamlError."""
     try:
         json.loads(text)
+    except RecursionError as error:
+        raise YamlError("too deeply nested for a hostfile; shorten it", 1) from error
     except json.JSONDecodeError as error:
         try:  # a YAML file may begin with `{` or `[` too
             return load_yaml_with_lines(text)
@@ -106,6 +110,8 @@ class _Builder:
             key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else ""
             if not key:
                 raise YamlError("a key must be a plain word; correct it", line)
+            if key == "<<":
+                raise YamlError("`<<` (merging another mapping) is not read; write the keys out here", line)
             if key in found:
                 raise YamlError(f"key `{key}` stands twice in one mapping; remove one", line)
             self.lines[(*where, key)] = line

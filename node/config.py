@@ -28,6 +28,7 @@ from mlx_mesh.node.keys import MIN_SECRET_BYTES
 
 DEFAULT_PORT = 17863
 DEFAULT_JOIN_S = 120.0
+MAX_WORLD_SIZE = 64
 
 ENABLED = ("KAMI_DIST_ENABLED", "MLX_DISTRIBUTED_ENABLED")
 HOST = ("PAIRED_HOST", "MLX_DISTRIBUTED_HOST", "MLX_DIST_HOST")
@@ -145,8 +146,8 @@ def _member(flags: argparse.Namespace, source: _Source, host: str, size: int | N
             "the host of the server rank is not known: set PAIRED_HOST or --distributed-host."
         )
     size = 2 if size is None else size
-    if size < 1:
-        raise SettingsError(f"WORLD_SIZE is {size}; it must be at least 1.")
+    if not 1 <= size <= MAX_WORLD_SIZE:
+        raise SettingsError(f"WORLD_SIZE is {size}; it must be between 1 and {MAX_WORLD_SIZE}.")
     rank = source.integer(RANK, flags.distributed_rank, "--distributed-rank")
     if rank is None:
         raise SettingsError(

@@ -25,6 +25,7 @@ from mlx_mesh.mesh.capacity import mac_usable_bytes
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.types import HostFacts, Versions
 from mlx_mesh.node.hub import locate, parse_hub_id
+from mlx_mesh.node.tokenizer_files import tokenizer_problem
 
 _SYSCTL_S = 5.0
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
@@ -32,9 +33,10 @@ _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb"
 
 def gather_facts(model: str) -> HostFacts:
     """Everything at once. A model that is not there is a fact too, not an error."""
-    digest, error = "", ""
+    digest, error, tokenizer = "", "", ""
     try:
-        digest = digest_model(resolve_model(model))
+        folder = resolve_model(model)
+        digest, tokenizer = digest_model(folder), tokenizer_problem(folder)
     except PreflightError as problem:
         error = str(problem)
     chip, memory, usable = _hardware()
@@ -49,6 +51,7 @@ def gather_facts(model: str) -> HostFacts:
         versions=installed_versions(),
         model_digest=digest,
         model_error=error,
+        tokenizer_error=tokenizer,
     )
 
 
@@ -89,7 +92,11 @@ def resolve_model(model: str) -> Path:
     Raises PreflightError that says what was looked for and how to get it.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        is_there = folder.is_dir()
+    except (OSError, ValueError) as problem:
+        raise PreflightError(f"no model can be at {model[:80]!r} ({problem.args[-1]}).") from problem
+    if is_there:
         if not (folder / "config.json").is_file():
             raise PreflightError(f"{folder} has no config.json: it is not a model folder.")
         return folder.resolve()

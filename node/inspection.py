@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import msgspec
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.node.children import child_environment
+from mlx_mesh.node.processes import describe_exit
 
 _LAST_LINES = 15
 
@@ -47,7 +49,12 @@ async def inspect_model(program: Sequence[str], folder: Path, timeout_s: float) 
             return msgspec.json.decode(lines[-1], type=ModelFootprint)
         except msgspec.MsgspecError as error:
             raise PlacementError(f"the sizes of the model in {folder} are not readable: {error}.") from error
-    words = "\n  ".join((err or out).decode("utf-8", "replace").strip().splitlines()[-_LAST_LINES:])
+    lines = (err or out).strip().splitlines()[-_LAST_LINES:]
+    words = "".join(f"\n  {line.decode('utf-8', 'replace')}" for line in lines)
+    how = describe_exit(process.returncode or 0)
+    if process.returncode == -signal.SIGKILL:
+        how += ", perhaps because this host is short of memory"
     raise PlacementError(
-        f"the model in {folder} cannot be inspected (status {process.returncode}):\n  {words}"
+        f"the model in {folder} cannot be inspected: the process that reads its sizes {how}"
+        + (f":{words}" if words else ", without a word.")
     )

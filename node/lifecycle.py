@@ -131,6 +131,8 @@ class AgentProcess:
         keys = derive_keys(config.secret)
         channel = self._open_coordinator(keys)
         facts, model = await asyncio.to_thread(_look_around, config.model)
+        if config.mesh is not None and facts.tokenizer_error:
+            raise PreflightError(facts.tokenizer_error)
         identity = new_identity(config.host, config.run_id)
         self._open_agent(keys, identity, facts, model)
         if config.mesh is not None:

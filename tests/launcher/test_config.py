@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from mlx_mesh.launcher.config import (
+    MAX_HOSTFILE_BYTES,
     Flags,
     LaunchConfig,
     anchor_model,
@@ -107,6 +109,27 @@ def test_a_relative_models_folder_of_another_host_is_refused() -> None:
 def test_memory_is_planned_for_the_context_and_sequences_asked_for() -> None:
     assert plan_size(build(Flags())) == (4096, 4)
     assert plan_size(build(Flags(context=1000, max_sequences=2))) == (1000, 2)
+
+
+@pytest.mark.parametrize("model", ["/" + "x" * 300, "org/" + "x/" * 600])
+def test_a_models_name_that_is_too_long_is_refused_and_not_repeated(model: str) -> None:
+    with pytest.raises(SettingsError, match="too many for a path or a hub id") as caught:
+        build_config(local_hostfile(1, "x"), Flags(model=model), {})
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_hostfile_that_is_no_regular_file_or_far_too_large_is_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "large.yaml").write_bytes(b"#" * (MAX_HOSTFILE_BYTES + 1))
+    for path, words in (
+        (tmp_path / "fifo.yaml", "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
+        (tmp_path, "not a regular file"),
+        (tmp_path / "large.yaml", "larger than 1 MiB"),
+    ):
+        with pytest.raises(HostfileError, match=words):
+            read_hostfile(str(path))
 
 
 def test_a_hostfile_that_is_not_there_or_not_text_is_told(tmp_path: Path) -> None:

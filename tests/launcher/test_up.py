@@ -385,6 +385,30 @@ def test_ctrl_c_while_coming_up_leaves_nothing(local: tuple[Path, Any], state_ho
     assert list((state_home / "mlx-mesh" / "studio").iterdir()) == []
 
 
+def test_ctrl_c_during_the_imports_ends_without_a_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'mlx_mesh.launcher.cli':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from mlx_mesh.launcher.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code, "--help"], capture_output=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, b"", b"")
+
+
+def test_a_leader_without_a_tokenizer_is_told_before_anything_starts(local: tuple[Path, Any]) -> None:
+    hostfile, fake = local
+    fake.set_facts(tokenizer_error="/m has no tokenizer.")
+    done = mesh("up", hostfile, "--dry-run")
+    assert done.returncode == ExitCode.PREFLIGHT
+    assert "mac1: model: /m has no tokenizer; the first host of the hostfile serves HTTP" in done.stderr
+    assert fake.agents() == []
+
+
 def test_up_of_a_running_name_is_refused_with_its_url(local: tuple[Path, Any]) -> None:
     with up(local[0]) as running:
         url = running.read_until(r"is ready: (\S+)/v1")[1]
@@ -411,6 +435,8 @@ def test_a_split_that_is_impossible_is_refused_before_anything_starts(local: tup
         (["up", "none.yaml"], "none.yaml: cannot be read"),
         (["up", "--sim", "2"], "No model is named"),
         (["up", "--sim", "0", "--model", "m"], "out of range"),
+        (["up", "--sim", "65", "--model", "m"], "out of range"),
+        (["plan", "x" * 300], "too many for a path or a hub id"),
         (["up", "--sim", "2", "--model", "m", "--backend", "mpi"], "are no MPI job"),
         (["up", "--sim", "2", "--model", "m", "--host", "0.0.0.0"], "there is no API key"),
         (["serve", "--model", "m", "--api-key-file", "/no/such"], "cannot be read"),

@@ -242,6 +242,25 @@ def test_a_structure_that_holds_itself_is_stopped() -> None:
     assert "too deeply nested" in fault("hosts: &h [*h]")
 
 
+@pytest.mark.parametrize("text", ["hosts: " + "[" * 3000, "[" * 100_000 + "]" * 100_000])
+def test_deep_nesting_is_a_fault_of_the_file(text: str) -> None:
+    with pytest.raises(HostfileError, match="too deeply nested"):
+        parse_hostfile(text, "deep.yaml")
+
+
+def test_a_merge_key_is_named() -> None:
+    text = "x: &d {user: me}\nhosts:\n  - {<<: *d, ssh: a}\n"
+    with pytest.raises(HostfileError, match=r"h.yaml:3: `<<` \(merging another mapping\) is not read"):
+        parse_hostfile(text, "h.yaml")
+
+
+def test_three_hosts_of_one_name_are_told_twice() -> None:
+    text = "hosts:\n  - {name: a, ssh: x}\n  - {name: A, ssh: y}\n  - {name: a, ssh: z}\n"
+    with pytest.raises(HostfileError) as caught:
+        parse_hostfile(text, "h.yaml")
+    assert len(str(caught.value).splitlines()) == 2
+
+
 def test_all_faults_of_a_file_are_told_at_once_in_the_order_of_its_lines() -> None:
     message = fault("backend: x\nsharding: y\nhosts:\n  - {slots: -1}\n")
     assert [line.split(":")[1] for line in message.splitlines()] == ["1", "2", "4"]

@@ -304,6 +304,7 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "fake"}')
     (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder
 
 

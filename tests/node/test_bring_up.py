@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,22 @@ async def test_a_proxy_that_cannot_serve_this_model_is_started_once_and_its_own_
         assert "HTTP proxy ended with status 3. Its last lines:" in error.message
         assert "the proxy has a problem" in error.message
         assert len([log for log in leader.output.all(LogLine) if "proxy serves" in log.line]) == 1
+
+
+async def test_a_leader_without_a_tokenizer_ends_at_once(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        (mesh.model / "tokenizer.json").unlink()
+        error = await failed(mesh.start("mac1"))
+        assert error.exit_code == ExitCode.PREFLIGHT and "has no tokenizer" in error.message
+
+
+async def test_a_follower_needs_no_tokenizer(run_mesh: Any, tmp_path: Path) -> None:
+    async with run_mesh() as mesh:
+        bare = shutil.copytree(mesh.model, tmp_path / "bare")
+        (bare / "tokenizer.json").unlink()
+        leader = await mesh.start_leader()
+        mesh.start("mac2", model=str(bare))
+        await leader.output.wait_for(MeshReady)
 
 
 async def test_http_answers_while_the_model_loads(run_mesh: Any) -> None:

@@ -131,6 +131,8 @@ def test_another_file_is_named_by_a_flag_and_must_exist(bootstrap: Bootstrap, tm
         {"RANK": "-1"},
         {"RANK": "one"},
         {"WORLD_SIZE": "0"},
+        {"WORLD_SIZE": "65"},
+        {"WORLD_SIZE": "100000000"},
         {"WORLD_SIZE": "many"},
         {"PAIRED_PORT": "70000"},
         {"PAIRED_PORT": "17 # note"},

@@ -99,6 +99,34 @@ def test_a_model_is_a_folder_or_in_the_hub_cache(
         facts.resolve_model("nobody/nothing-of-this-name")
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "has no tokenizer"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json is not a tokenizer: it has no `model`"),
+        ({"tokenizer.json": '{"model": '}, "tokenizer.json cannot be read"),
+        ({"tokenizer.model": "x", "tokenizer_config.json": "[]"}, "tokenizer_config.json cannot be read"),
+        ({"tokenizer.json": '{"model": {}}'}, ""),
+        ({"tokenizer.model": "x"}, ""),
+        ({"qwen.tiktoken": "x"}, ""),
+        ({"tokenizer_config.json": "{}"}, ""),
+    ],
+)
+def test_a_tokenizer_that_is_missing_or_broken_is_told(
+    model: Path, files: dict[str, str], words: str
+) -> None:
+    (model / "tokenizer.json").unlink()
+    for name, text in files.items():
+        (model / name).write_text(text)
+    found = facts.gather_facts(str(model))
+    assert found.model_digest  # a follower can use it
+    assert words in found.tokenizer_error and bool(words) == bool(found.tokenizer_error)
+
+
+def test_a_name_that_is_too_long_for_a_path_is_told() -> None:
+    assert "no model can be at" in facts.gather_facts("/" + "x" * 5000).model_error
+
+
 def test_a_missing_model_is_a_fact_and_no_error() -> None:
     found = facts.gather_facts("/nowhere/model")
     assert found.model_digest == "" and "/nowhere/model" in found.model_error
