@@ -99,7 +99,7 @@ def open_lazy(folder: str | Path, adapter: str | Path = "") -> LazyModel:
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
         message = str(error).strip().splitlines() or [type(error).__name__]
         raise SettingsError(
-            f"{path}: mlx-lm cannot build this model: {message[0]} "
+            f"{path}: mlx-lm cannot build this model: {message[0].rstrip('.')}. "
             "Check that config.json and the weight files belong together, and that mlx-lm knows the type."
         ) from error
     model.__class__ = original[0]
@@ -136,6 +136,13 @@ def _check_folder(path: Path) -> None:
         raise SettingsError(f"{path / 'config.json'} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise SettingsError(f"{path / 'config.json'} has no model_type.")
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        value = config.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise SettingsError(
+                f"{path / 'config.json'} says `{key}: {str(value)[:40]}`, which must be a whole number of at "
+                "least 1. Copy the model's own config.json again."
+            )
     if config.get("model_file"):
         raise SettingsError(
             f"{path} wants to run its own code ({config['model_file']}). mlx-mesh runs no code from model "
@@ -151,7 +158,10 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     for file in sorted(path.glob("model*.safetensors")):
         try:
             with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
+                start_of_file = stream.read(8)
+                if len(start_of_file) < 8:
+                    raise ValueError(f"it has only {len(start_of_file)} bytes; download or copy it again")
+                (length,) = struct.unpack("<Q", start_of_file)
                 if length > _MAX_HEADER_BYTES:
                     raise ValueError(f"its header claims {length} bytes")
                 header = json.loads(stream.read(length))

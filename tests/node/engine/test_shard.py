@@ -184,6 +184,9 @@ def _folder(tmp_path: Path, config: Any, weights: bytes | None) -> Path:
         ({"model_type": "nothing_like_it"}, b"\2\0\0\0\0\0\0\0{}", "nothing_like_it not supported"),
         ({"model_type": "llama", "model_file": "x.py"}, b"\2\0\0\0\0\0\0\0{}", "own code"),
         ({"model_type": "llama"}, b"\0\0\0\0\0\0\0\7", "not a usable safetensors file"),
+        ({"model_type": "llama"}, b"", "it has only 0 bytes; download or copy it again"),
+        ({"model_type": "llama", "num_hidden_layers": -3}, b"x", "says `num_hidden_layers: -3`, which must"),
+        ({"model_type": "llama", "hidden_size": "x"}, b"x", "says `hidden_size: x`, which must"),
     ],
 )
 def test_an_unusable_folder_is_named_with_the_reason(
