@@ -12,6 +12,7 @@ from mlx_mesh.launcher.config import LaunchConfig, plan_size
 from mlx_mesh.launcher.measured import read_measurements
 from mlx_mesh.launcher.preflight import ReadyHost
 from mlx_mesh.launcher.remote import CommandTimeout, RemoteHost, run
+from mlx_mesh.mesh.capacity import wired_limit_advice
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.measurements import Measurements, rates_of, slowest_link
@@ -42,7 +43,10 @@ def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
     request = request_of(config, hosts, measurements)
     footprint = read_footprint(hosts[0], is_offline=config.is_offline)
     capacities = [capacity_of(host, measurements) for host in hosts]
-    placement = plan_placement(footprint, capacities, request)
+    try:
+        placement = plan_placement(footprint, capacities, request)
+    except PlacementError as error:
+        raise PlacementError("\n".join([str(error), *limit_advice(hosts)])) from error
     notes = []
     predicted = predict(placement, footprint, capacities, request)
     if predicted is not None:
@@ -57,6 +61,17 @@ def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
             f"it fits on one host: {', '.join(whole)} could serve it alone, without a link to wait for"
         )
     return Plan(placement, plan_rows(placement, footprint, request), tuple(notes))
+
+
+def limit_advice(hosts: Sequence[ReadyHost]) -> list[str]:
+    """What Macs among the hosts could give their GPUs beyond their present limit. Advice only: nothing here
+    changes a system setting."""
+    told = (
+        wired_limit_advice(host.entry.name, host.facts.memory_bytes, host.facts.usable_memory_bytes)
+        for host in hosts
+        if host.facts.system == "Darwin"
+    )
+    return [line for line in told if line]
 
 
 def request_of(

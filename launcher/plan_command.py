@@ -24,7 +24,7 @@ from mlx_mesh.launcher.config import (
     read_hostfile,
 )
 from mlx_mesh.launcher.measured import read_measurements
-from mlx_mesh.launcher.plan import ask_footprint, capacity_of, read_footprint
+from mlx_mesh.launcher.plan import ask_footprint, capacity_of, limit_advice, read_footprint
 from mlx_mesh.launcher.preflight import check_hosts, close_all
 from mlx_mesh.launcher.remote import LocalHost, run
 from mlx_mesh.launcher.text import table
@@ -151,6 +151,7 @@ def _ask_hosts(
             for host in ready
             if (note := rates_of(host.facts, measurements).note)
         ]
+        notes += limit_advice(ready)
         footprint = read_footprint(ready[0], is_offline=question.is_offline)
         return (
             footprint,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from typing import Any
 import pytest
 
 from mlx_mesh.launcher import bench_command, cli, plan_command, verify_command
+from mlx_mesh.launcher.config import build_config, local_hostfile
 from mlx_mesh.launcher.measured import keep_measurements, measurements_file, read_measurements
 from mlx_mesh.launcher.plan_command import parse_ram, parse_tokens
-from mlx_mesh.launcher.preflight import check_hosts
+from mlx_mesh.launcher.preflight import ReadyHost, check_hosts
 from mlx_mesh.launcher.programs import echo_link
+from mlx_mesh.launcher.remote import LocalHost
 from mlx_mesh.mesh.errors import PreflightError, SettingsError
+from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.measurements import HostMeasurement, Measurements
+from mlx_mesh.mesh.types import HostFacts, Versions
 
 GIB = 1024**3
 
@@ -132,6 +137,26 @@ def test_a_link_is_measured_by_its_round_trip_and_bandwidth(monkeypatch: pytest.
     assert 0 < result["rtt_ns"] < 10**9 and result["bandwidth"] > 10**6
 
 
+def test_a_link_is_measured_between_two_hosts_in_both_directions(tmp_path: Path) -> None:
+    versions = Versions(mlx_mesh="1", mlx="1", mlx_lm="1", python="3.12")
+    facts = HostFacts(
+        hostname="h",
+        system="Linux",
+        machine="x86_64",
+        chip="",
+        memory_bytes=GIB,
+        usable_memory_bytes=GIB,
+        addresses=("127.0.0.1",),
+        versions=versions,
+    )
+    ends = [
+        ReadyHost(HostEntry(name=name), LocalHost(name), sys.executable, "m", facts, "127.0.0.1")
+        for name in ("a", "b")
+    ]
+    link = bench_command.measure_link(*ends)
+    assert 0 < link.rtt_ns < 10**9 and link.bandwidth > 10**6
+
+
 def test_bench_without_a_measurement_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 2
     assert "--probe" in capsys.readouterr().err
@@ -189,7 +214,7 @@ def test_plan_flags_reach_the_question() -> None:
 def test_offline_reaches_every_host(tiny_llama: Path) -> None:
     words = ["up", "--sim", "1", "--model", "org/none", "--offline"]
     arguments = cli.build_parser().parse_args(words)
-    config = cli.build_config(cli.local_hostfile(1, "sim"), cli._flags(arguments), {})
+    config = build_config(local_hostfile(1, "sim"), cli._flags(arguments), {})
     assert config.is_offline
     with pytest.raises(PreflightError, match=r"--offline forbids to ask the hub"):
         check_hosts(config)

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mesh.mesh.capacity import HostCapacity, PlacementRequest, mac_usable_bytes, ranks_of
+from mlx_mesh.mesh.capacity import (
+    HostCapacity,
+    PlacementRequest,
+    mac_usable_bytes,
+    ranks_of,
+    wired_limit_advice,
+)
 from mlx_mesh.mesh.chips import CHIPS, find_chip
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
@@ -283,3 +289,10 @@ def test_a_plan_for_eight_unequal_hosts_and_a_hundred_layers_takes_under_two_sec
     began = time.perf_counter()
     plan_placement(model(100, 2 * GB), hosts, PlacementRequest(link=LINKS["ethernet10g"]))
     assert time.perf_counter() - began < 2.0
+
+
+def test_a_mac_that_gives_its_gpu_little_is_told_the_line_that_gives_more() -> None:
+    memory = 64 * 2**30
+    advice = wired_limit_advice("mac2", memory, mac_usable_bytes(memory))
+    assert "sudo sysctl iogpu.wired_limit_mb=57344" in advice and advice.startswith("On mac2")
+    assert wired_limit_advice("mac2", memory, mac_usable_bytes(memory, 57344)) == ""
