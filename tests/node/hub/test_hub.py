@@ -206,3 +206,38 @@ def test_layers_of_a_vision_tower_are_not_taken_for_the_models_own() -> None:
 def test_names_that_say_nothing_mean_all_files() -> None:
     names = {"a": ["blob.one"], "b": ["blob.two"], "c": []}
     assert files_of_layers(names, 4, 0, 1) == ["a", "b", "c"]
+
+
+def test_a_stage_loads_from_its_own_files_what_it_loads_from_the_complete_folder(
+    published: Any, sharded_model: Path
+) -> None:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from mlx_mesh.mesh.types import Placement, Shard, Sharding
+    from mlx_mesh.node.engine.shard import load_shard
+
+    folder = locate("org/tiny")
+    fetch(folder, 2, 4)
+    assert is_placeholder(folder / WEIGHTS[0]) and is_placeholder(folder / WEIGHTS[2])
+    limits = [(4, 6), (2, 4), (0, 2)]
+    placement = Placement(
+        sharding=Sharding.PIPELINE,
+        model_digest="",
+        num_layers=6,
+        shards=tuple(
+            Shard(rank=rank, host="h", start_layer=start, end_layer=end)
+            for rank, (start, end) in enumerate(limits)
+        ),
+    )
+    exchange: Any = type("Middle", (), {"rank": 1, "world_size": 3})()
+    loaded = [
+        load_shard(str(where), placement, 1, exchange, lambda done, total: None)
+        for where in (folder, sharded_model)
+    ]
+    assert loaded[0].weights_bytes == loaded[1].weights_bytes > 0
+    for index in (2, 3):
+        ours, theirs = (dict(tree_flatten(shard.model.layers[index].parameters())) for shard in loaded)
+        for name, array in theirs.items():
+            assert mx.array_equal(ours[name], array), name
+            assert float(mx.abs(array).max()) > 0
