@@ -42,7 +42,7 @@ from mlx_mesh.node.engine.rules_mlp import block_units, mlp_units
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import ModelTrace
 
-_NARROW = 48  # hidden size of the copies of wide models, which no other size of a model is
+_NARROW = 20  # hidden size of the copies of wide models, which no other size of a model is
 _WIDE = 512  # narrower ones keep their size
 _TOLERANCE = 1e-3  # relative; a wrong rule is off by far more, float32 rounding by far less
 _MOST_SUMS = 8

@@ -189,7 +189,9 @@ def _attention(shape: _Shape, size: int, is_conv: bool) -> Layout | None:
 
 
 def _grouped(shape: _Shape, size: int, is_conv: bool) -> Layout | None:
-    """Everything of a KV head together."""
+    """Everything of a KV head together; taken apart before a convolution."""
+    if is_conv and (apart := _delta(shape, size, is_conv)) is not None:
+        return apart
     return shape.by_kv_head(size) if size % shape.kv_heads == 0 else None
 
 

@@ -17,13 +17,14 @@ _VOCABULARY = re.compile(r"vocab_size")
 _NUM_LAYERS = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|num_transformer_layers)$")
 _FACTORS = (64, 32, 16, 8, 4, 2, 1)
 _LEAST_HIDDEN = 32
+_DEPTH = 8
 
 
 def small_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Narrow configs, the narrowest first: full depth before fewer layers. Whoever tries them finds which one
-    the model accepts."""
+    """Narrow configs, the narrowest first: eight layers, which show every pattern, before full depth. Whoever
+    tries them finds which one the model accepts."""
     plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
-    for num_layers in (0, 8, 4):
+    for num_layers in (_DEPTH, 0, _DEPTH // 2):
         for factor in _FACTORS:
             narrow = _narrow(copy.deepcopy(plain), factor, num_layers)
             if _hidden(narrow) >= _LEAST_HIDDEN:

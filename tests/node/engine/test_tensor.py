@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import ModuleType
 from typing import Any
 
@@ -156,3 +157,15 @@ def test_a_wrong_sum_is_found_before_serving(tiny: ModuleType, simulator: Module
 
     with pytest.raises(BringUpError, match=r"Rank [01] got a wrong sum"):
         simulator.Simulator(2).run(body)
+
+
+def test_more_value_heads_than_key_heads_divide_by_key_heads(tiny: ModuleType, simulator: ModuleType) -> None:
+    for kind in ("qwen3_next", "qwen3_5"):
+        config = json.loads(json.dumps(tiny.CONFIGS[kind]))
+        part = config.get("text_config", config)
+        part |= {"linear_num_value_heads": 8, "linear_num_key_heads": 4}
+        error, shards = _run(tiny, simulator, config, [2, 1])
+        assert error < TOLERANCE
+        assert not shards[0].whole_parts
+        mixer = shards[1].model.layers[0].linear_attn
+        assert (mixer.num_v_heads, mixer.num_k_heads) == (2, 1)
