@@ -57,6 +57,7 @@ class RankView:
     expected_s: float = 0.0  # what it predicted for that step; below 0 = its first one
     progress_age_s: float = 0.0  # since phase, step or layer last moved
     heartbeat_age_s: float | None = None
+    stopped_s: float = 0.0  # since when its agent sees the process stopped; 0 = it is not
     agent_beats_since: int = 0  # beats of its agent that came after its last heartbeat
     exited: str = ""  # "ended with status 3", "was killed by SIGKILL"; '' = alive
     exited_by_itself: bool = False  # a status or a crash, not a signal from outside
@@ -123,6 +124,7 @@ def judge(
         or _dead_engine(ranks)
         or _reported_failure(ranks, deterministic=False)
         or _silent_agent(ranks, agents, deadlines)
+        or _stopped_engine(ranks, deadlines)
         or _silent_engine(ranks, agents, deadlines)
         or _stuck_step(ranks, deadlines, open_s)
         or _lost_peer(ranks)
@@ -192,6 +194,25 @@ def _silent_agent(
                 evidence,
                 kind=VerdictKind.SILENT_AGENT,
                 silent_s=agent.beat_age_s,
+            )
+    return None
+
+
+def _stopped_engine(ranks: Sequence[RankView], deadlines: Deadlines) -> Verdict | None:
+    for view in ranks:
+        # The agent looks once in each interval, so the first sight is that much late at worst.
+        if view.stopped_s > deadlines.engine_silence_s - deadlines.heartbeat_interval_s:
+            evidence = (
+                f"its engine process is stopped for {view.stopped_s:.1f} s "
+                f"(engine_silence_s is {deadlines.engine_silence_s:g})"
+            )
+            return Verdict(
+                view.rank,
+                view.host,
+                view.phase,
+                evidence,
+                kind=VerdictKind.SILENT_ENGINE,
+                silent_s=view.stopped_s,
             )
     return None
 

@@ -418,9 +418,11 @@ class EpochStopped(Message, frozen=True):
 
 
 class AgentBeat(Message, frozen=True):
-    """Each second from the agent itself."""
+    """Each second from the agent itself. `stopped`: ranks whose engine process is stopped (SIGSTOP), as far
+    as this system tells; it shows also before the first heartbeat and while one cannot come."""
 
     seq: int
+    stopped: tuple[int, ...] = ()
 
 
 class Leaving(Message, frozen=True):

@@ -283,7 +283,7 @@ class Agent:
         while True:
             if self._has_joined:
                 self._seq += 1
-                self._channel.send(AgentBeat(seq=self._seq))
+                self._channel.send(AgentBeat(seq=self._seq, stopped=self._engines.stopped_ranks()))
             await asyncio.sleep(self._deadlines.heartbeat_interval_s)
 
     async def _obey(self) -> None:

@@ -197,12 +197,13 @@ class CoordinatorClient:
                 f"the request was not finished within {self._deadline_s:g} s", code="timeout"
             ) from error
 
-    async def status(self) -> MeshStatus:
-        """The live state of the mesh. Raises StatusUnavailable after STATUS_DEADLINE_S."""
+    async def status(self, with_metrics: bool = False) -> MeshStatus:
+        """The live state of the mesh, with the coordinator's metrics when asked for. Raises
+        StatusUnavailable after STATUS_DEADLINE_S."""
         query_id = f"status-{next(self._query_ids)}"
         waiter: asyncio.Future[MeshStatus] = asyncio.get_running_loop().create_future()
         self._status_waiters[query_id] = waiter
-        self._pipe.send(StatusQuery(id=query_id))
+        self._pipe.send(StatusQuery(id=query_id, with_metrics=with_metrics))
         try:
             async with asyncio.timeout(STATUS_DEADLINE_S):
                 return await waiter

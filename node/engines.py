@@ -21,7 +21,7 @@ from mlx_mesh.mesh.messages import (
 )
 from mlx_mesh.node.children import Child
 from mlx_mesh.node.pipe import AsyncPipe
-from mlx_mesh.node.processes import ProcessId
+from mlx_mesh.node.processes import ProcessId, is_stopped
 
 _EXIT_S = 2.0
 """An engine that closed its pipe must be gone within this, else it is killed."""
@@ -67,6 +67,10 @@ class Engines:
     def ranks(self) -> tuple[int, ...]:
         """Ranks whose engine runs."""
         return tuple(self._engines)
+
+    def stopped_ranks(self) -> tuple[int, ...]:
+        """Ranks whose engine process is stopped by a signal or a debugger; only Linux tells."""
+        return tuple(rank for rank, engine in self._engines.items() if is_stopped(engine.child.pid))
 
     async def start(
         self, epoch: int, ranks: Sequence[int], world_size: int, address: str, heartbeat_interval_s: float

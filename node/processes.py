@@ -34,6 +34,16 @@ def is_alive(process: ProcessId) -> bool:
     return identify(process.pid) == process
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of ours is stopped. Only Linux says so without the cost of a child process."""
+    if sys.platform != "linux":
+        return False
+    try:
+        return parse_stat(Path(f"/proc/{pid}/stat").read_text())[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
 def kill_and_wait(process: ProcessId, timeout_s: float) -> bool:
     """KILL this process, if it is the one, with its process group; True when it is gone in time."""
     if not is_alive(process):

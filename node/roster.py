@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from mlx_mesh.mesh.divergence import DigestBook, Divergence
 from mlx_mesh.mesh.membership import AgentView, RankView
 from mlx_mesh.mesh.messages import (
+    AgentBeat,
     EngineFailed,
     EngineHello,
     EngineReport,
@@ -48,6 +49,7 @@ class RankRecord:
     beat: Heartbeat | None = None
     beat_at: float | None = None
     agent_beats_since: int = 0
+    stopped_at: float | None = None  # since when its agent sees the process stopped
     moved_at: float = 0.0  # when phase, step, layer or progress last changed
     reached: dict[Phase, PhaseReached] = field(default_factory=dict)
     progress: Progress | None = None
@@ -257,10 +259,15 @@ class Roster:
         epoch = self.epoch
         epoch.divergence = epoch.divergence or epoch.digests.note(rank, step, digest)
 
-    def note_agent_beat(self, seat: Seat, member: Member, seq: int, now: float) -> None:
-        member.beat_at, member.last_seq = now, seq
+    def note_agent_beat(self, seat: Seat, member: Member, beat: AgentBeat, now: float) -> None:
+        member.beat_at, member.last_seq = now, beat.seq
         for rank in seat.ranks:
-            self.ranks[rank].agent_beats_since += 1
+            record = self.ranks[rank]
+            record.agent_beats_since += 1
+            if rank not in beat.stopped:
+                record.stopped_at = None
+            elif record.stopped_at is None:
+                record.stopped_at = now
 
     def rank_views(self, now: float) -> list[RankView]:
         """For mesh.membership."""
@@ -284,6 +291,7 @@ class Roster:
             expected_s=beat.expected_s if beat else 0.0,
             progress_age_s=max(0.0, now - record.moved_at),
             heartbeat_age_s=None if is_mute else max(0.0, now - (record.beat_at or 0.0)),
+            stopped_s=0.0 if record.stopped_at is None else max(0.0, now - record.stopped_at),
             agent_beats_since=record.agent_beats_since,
             exited=record.exit_words(),
             exited_by_itself=record.exited_by_itself,

@@ -140,7 +140,7 @@ class Switchboard:
         seat, member = found
         match message:
             case AgentBeat():
-                self._roster.note_agent_beat(seat, member, message.seq, self._now())
+                self._roster.note_agent_beat(seat, member, message, self._now())
                 self._probe(member)
                 return
             case Leaving():

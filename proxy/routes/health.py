@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_mesh.node.client import StatusUnavailable
 from mlx_mesh.proxy.errors import RETRY_AFTER_S, json_response, not_ready
+from mlx_mesh.proxy.mesh_metrics import text_of
 from mlx_mesh.proxy.routes.common import services_of
 
 router = APIRouter()
@@ -44,4 +48,9 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(services_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    """This process' numbers, and the coordinator's when it answers."""
+    services = services_of(request)
+    text = services.metrics.text()
+    with contextlib.suppress(StatusUnavailable):
+        text += text_of((await services.client.status(with_metrics=True)).metrics)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

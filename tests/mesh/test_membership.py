@@ -12,6 +12,7 @@ from mlx_mesh.mesh.membership import (
     ObservedClock,
     RankView,
     RestartBudget,
+    VerdictKind,
     judge,
 )
 from mlx_mesh.mesh.messages import Deadlines, EngineFailed
@@ -188,3 +189,60 @@ def test_a_small_lag_is_ordinary_time() -> None:
     clock = ObservedClock(0.0, 0.25)
     assert clock.tick(1.0) == 0.0
     assert clock.read(1.5) == pytest.approx(1.5)
+
+
+# ---------------------------------------------------------------- what kind of failure
+
+
+def test_a_stopped_process_is_named_also_before_its_first_heartbeat() -> None:
+    starting = rank(1, phase=Phase.STARTING, heartbeat_age_s=None, stopped_s=2.5)
+    verdict = judge([rank(0, phase=Phase.STARTING, heartbeat_age_s=None), starting], HEALTHY, LIMITS)
+    assert verdict is not None and verdict.rank == 1 and "is stopped for 2.5 s" in verdict.evidence
+    assert judge([rank(0), rank(1, stopped_s=1.0)], HEALTHY, LIMITS) is None
+
+
+def test_running_out_of_memory_is_final_while_loading_and_a_requests_fault_later() -> None:
+    for phase, is_retryable in ((Phase.LOADING, False), (Phase.READY, True)):
+        verdict = judge([rank(0, failure=failure("memory", phase)), rank(1)], HEALTHY, LIMITS)
+        assert verdict is not None and verdict.retryable is is_retryable and verdict.by_itself
+
+
+def test_a_step_may_take_ten_times_what_its_rank_predicted() -> None:
+    def stuck(seconds: float, expected_s: float) -> Any:
+        view = rank(1, busy_s=seconds, progress_age_s=seconds, expected_s=expected_s)
+        return judge([rank(0), view], HEALTHY, LIMITS)
+
+    assert stuck(29.0, 0.1) is None
+    floor = stuck(31.0, 0.1)
+    assert floor is not None and "step_floor_s is 30" in floor.evidence and floor.silent_s == 31.0
+    assert stuck(199.0, 20.0) is None  # a slow prefill is not a hang
+    slow = stuck(201.0, 20.0)
+    assert slow is not None and "10 times the 20.0 s predicted" in slow.evidence
+
+
+def test_the_first_step_after_loading_has_a_limit_of_its_own() -> None:
+    def first(seconds: float) -> Any:
+        view = rank(1, busy_s=seconds, progress_age_s=seconds, expected_s=-1.0)
+        return judge([rank(0), view], HEALTHY, LIMITS)
+
+    assert first(119.0) is None
+    verdict = first(121.0)
+    assert verdict is not None and "first_step_s is 120" in verdict.evidence
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "by_itself"),
+    [
+        ({"exited": "was killed by SIGKILL"}, VerdictKind.DEAD_ENGINE, False),
+        ({"exited": "was killed by SIGSEGV", "exited_by_itself": True}, VerdictKind.DEAD_ENGINE, True),
+        ({"failure": failure("internal", Phase.READY)}, VerdictKind.REPORTED, True),
+        ({"failure": failure("peer_lost"), "failure_age_s": 9.0}, VerdictKind.LOST_PEER, False),
+        ({"heartbeat_age_s": 3.5, "agent_beats_since": 3}, VerdictKind.SILENT_ENGINE, False),
+    ],
+)
+def test_a_verdict_says_its_kind_and_whether_the_engine_ended_by_itself(
+    changes: dict[str, Any], kind: VerdictKind, by_itself: bool
+) -> None:
+    verdict = judge([rank(0), rank(1, **changes)], HEALTHY, LIMITS)
+    assert verdict is not None and (verdict.kind, verdict.by_itself) == (kind, by_itself)
+    assert verdict.wants_stacks == (kind in (VerdictKind.LOST_PEER, VerdictKind.SILENT_ENGINE))

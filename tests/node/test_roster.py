@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from mlx_mesh.mesh.messages import (
+    AgentBeat,
     EngineFailed,
     EngineHello,
     Heartbeat,
@@ -136,7 +137,7 @@ def test_the_first_report_after_a_long_connection_is_a_sign_of_life() -> None:
     record.take(Heartbeat(phase=Phase.IMPORTED, step=0), 0.0)
     record.enter(Phase.CONNECTING, 0.0)
     for second in range(1, 9):
-        books.note_agent_beat(seat, member, second, float(second))
+        books.note_agent_beat(seat, member, AgentBeat(seq=second), float(second))
     [view] = books.rank_views(8.0)
     assert view.heartbeat_age_s is None
     record.take(PhaseReached(phase=Phase.CONNECTED), 8.0)
