@@ -11,7 +11,7 @@ from typing import Any
 from mlx_mesh.launcher.api import Api, ApiError
 from mlx_mesh.launcher.config import is_loopback, read_api_keys, read_hostfile
 from mlx_mesh.launcher.preflight import open_host, python_of
-from mlx_mesh.launcher.programs.processes import end, wait_until_gone
+from mlx_mesh.launcher.programs.processes import end, forget, wait_until_gone
 from mlx_mesh.launcher.remote import RemoteHost, run_program, stream_program
 from mlx_mesh.launcher.state import AgentProcess, StateFolder, UpState, all_states, state_root
 from mlx_mesh.mesh.errors import MeshError, NotRunningError, SettingsError
@@ -155,7 +155,11 @@ def _end_agent(state: UpState, agent: AgentProcess) -> str:
     """It ends by itself when its launcher is gone; TERM and KILL are for one that does not."""
     host = next(host for host in state.hosts if host.name == agent.host)
     if not host.ssh:
-        return end(agent.pid, agent.started, KILL_S, KILL_S, wait_s=AGENT_GONE_S)
+        what = end(agent.pid, agent.started, KILL_S, KILL_S, wait_s=AGENT_GONE_S)
+        left = forget(state.name, host.name, agent.pid, KILL_S) if what in ("gone", "killed") else ""
+        if left:
+            raise MeshError(left)
+        return what
     entry = HostEntry(name=host.name, ssh=host.ssh, user=host.user, python=host.python)
     remote = open_host(entry, state.ssh_config)
     request = {
@@ -167,7 +171,19 @@ def _end_agent(state: UpState, agent: AgentProcess) -> str:
     }
     try:
         limit_s = AGENT_GONE_S + 2 * KILL_S + PROGRAM_MARGIN_S
-        answer = run_program(remote, python_of(entry), "processes", request, limit_s)
+        what = str(run_program(remote, python_of(entry), "processes", request, limit_s)[str(agent.pid)])
+        left = ""
+        if what in ("gone", "killed"):
+            request = {
+                "do": "forget",
+                "name": state.name,
+                "host": host.name,
+                "pid": agent.pid,
+                "kill_s": KILL_S,
+            }
+            left = str(run_program(remote, python_of(entry), "processes", request, limit_s)["left"])
     finally:
         remote.close()
-    return str(answer[str(agent.pid)])
+    if left:
+        raise MeshError(left)
+    return what

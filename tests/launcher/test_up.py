@@ -141,6 +141,8 @@ def test_up_shows_plan_progress_logs_and_url_and_ctrl_c_ends_it_cleanly(
         "[agent mac1] a line before anything framed" in output and "[agent mac1] a line on stderr" in output
     )
     assert "Mesh studio is down." in output
+    told = json.loads((fake.folder / "farewell-mac1").read_bytes())
+    assert told == {"reason": "Ctrl-C", "is_failure": False}
     (agent,) = fake.agents()
     assert is_gone(agent["pid"])
     assert list((state_home / "mlx-mesh" / "studio").iterdir()) == []
@@ -278,6 +280,8 @@ def test_a_follower_that_dies_later_ends_the_mesh_with_its_name(
         (tmp_path / "now").touch()
         assert running.wait() == ExitCode.FAILED
     assert "The agent on mac3 is gone: it was ended by" in running.output
+    told = json.loads((fake.folder / "farewell-mac1").read_bytes())  # for the clients of open streams
+    assert told["is_failure"] and told["reason"].startswith("The agent on mac3 is gone")
     assert all(is_gone(agent["pid"]) for agent in agents)
 
 

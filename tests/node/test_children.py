@@ -45,7 +45,7 @@ async def test_a_child_has_its_end_of_a_socket_pair_and_is_heard_line_by_line() 
 
 
 async def test_only_the_last_lines_are_kept_and_long_ones_are_cut() -> None:
-    child, ours = await start("[print(i) for i in range(100)]; print('x' * 100_000)", [])
+    child, ours = await start("[print(i) for i in range(1000)]; print('x' * 100_000)", [])
     with ours:
         await asyncio.wait_for(child.wait(), WITHIN_S)
     assert len(child.last_lines) == LAST_LINES

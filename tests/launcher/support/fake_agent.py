@@ -125,7 +125,8 @@ def main() -> None:
     if mine.get("die_on"):  # a file whose appearance ends this agent as a signal would
         wait_for_file(mine["die_on"])
         os.kill(os.getpid(), signal.SIGKILL)
-    sys.stdin.buffer.read()
+    farewell = sys.stdin.buffer.read()
+    (FOLDER / f"farewell-{HOST}").write_bytes(farewell)
     if mine.get("ignore_eof"):
         while True:
             time.sleep(60)
