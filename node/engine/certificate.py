@@ -10,6 +10,7 @@ verdict.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -132,35 +133,40 @@ def _gathered_only(lazy: LazyModel) -> list[Unit]:
 def _small_model(lazy: LazyModel) -> Callable[[], LazyModel] | None:
     """Makes the small random model, the same at each call; None when no narrowing of the config works."""
     for config in small_configs(lazy.config):
-
-        def build(config: dict[str, Any] = config) -> LazyModel:
-            return _build(lazy, config)
-
         try:
-            if _forward(build()):
-                return build
+            weights = _weights(_build(lazy, config, None))
+            if _forward(_build(lazy, config, weights)):
+                return functools.partial(_build, lazy, config, weights)
         except Exception:
             continue  # sizes that the model does not accept
     return None
 
 
-def _build(lazy: LazyModel, config: dict[str, Any]) -> LazyModel:
+def _build(lazy: LazyModel, config: dict[str, Any], weights: list[tuple[str, Any]] | None) -> LazyModel:
+    """A model of `config` with these weights, which all copies share; None: as it is made, lazy."""
     model_class, args_class = mlx_lm.utils._get_classes(config)
     model = model_class(args_class.from_dict(config))
     model.eval()
-    shapes = tree_flatten(model.parameters())
+    if weights is not None:
+        model.update(tree_unflatten(weights))
+    return LazyModel(lazy.folder, model, config, {})
+
+
+def _weights(lazy: LazyModel) -> list[tuple[str, Any]]:
+    """Random weights for a model, the same at each call."""
+    shapes = tree_flatten(lazy.model.parameters())
     if sum(array.size for _, array in shapes) > _MOST_PARAMETERS:
         raise ValueError("too large")
     key = mx.random.key(7)
-    changed = []
+    weights = []
     for path, array in shapes:
         if mx.issubdtype(array.dtype, mx.floating):
             key, mine = mx.random.split(key)
             fan = array.shape[-1] if array.ndim > 1 else 400
             centre = 1.0 if array.ndim == 1 and "norm" in path else 0.0
-            changed.append((path, centre + mx.random.normal(array.shape, key=mine) * fan**-0.5))
-    model.update(tree_unflatten(changed))
-    return LazyModel(lazy.folder, model, config, {})
+            weights.append((path, centre + mx.random.normal(array.shape, key=mine) * fan**-0.5))
+    mx.eval([array for _, array in weights])
+    return weights
 
 
 def _trace_or_none(lazy: LazyModel) -> ModelTrace | None:
