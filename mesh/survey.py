@@ -159,8 +159,8 @@ def _recommend(
             text += f" ({options[fastest].title} is predicted to be {factor:.1f} times as fast)"
         return best, text
     if options[fastest].decode_tokens_per_s:
-        index = _as_auto_does(footprint, hosts, request, options, possible)
-        return index, f"{options[index].title}: the fastest that fits. {_first(options[index].reason)}"
+        index, why = _as_auto_does(footprint, hosts, request, options, possible)
+        return index, f"{options[index].title}: the fastest that fits{why}"
     fewest = min(options[index].num_ranks for index in possible)
     here = [index for index in possible if options[index].num_ranks == fewest]
     best = next((index for index in here if options[index].sharding is Sharding.PIPELINE), here[0])
@@ -176,17 +176,18 @@ def _as_auto_does(
     request: PlacementRequest,
     options: Sequence[Option],
     possible: Sequence[int],
-) -> int:
-    """The fastest of those that sharding auto would choose on their hosts."""
+) -> tuple[int, str]:
+    """The fastest of those that sharding auto would choose on their hosts, and its reason."""
     by_name = {host.name: host for host in hosts}
     auto = msgspec.structs.replace(request, sharding=Sharding.AUTO)
-    chosen = [
-        index
-        for index in possible
-        if plan_placement(footprint, [by_name[name] for name in options[index].hosts], auto).sharding
-        is options[index].sharding
-    ]
-    return max(chosen or possible, key=lambda index: (options[index].decode_tokens_per_s, -index))
+    chosen: dict[int, str] = {}
+    for index in possible:
+        option = options[index]
+        placement = plan_placement(footprint, [by_name[name] for name in option.hosts], auto)
+        if placement.sharding is option.sharding:
+            chosen[index] = f" ({placement.reasons[0]})" if placement.reasons else ""
+    best = max(chosen or possible, key=lambda index: (options[index].decode_tokens_per_s, -index))
+    return best, chosen.get(best, "")
 
 
 def _nothing_fits(
@@ -219,11 +220,7 @@ def _nothing_fits(
 def _last(options: Sequence[Option]) -> str:
     """What the option with most ranks lacks."""
     most = max(options, key=lambda option: (option.num_ranks, option.sharding is Sharding.PIPELINE))
-    return f"{most.title}: {' '.join(most.reason.splitlines())}"
-
-
-def _first(text: str) -> str:
-    return text.split("; ")[0]
+    return f"{most.title}: {' '.join(most.reason.splitlines())}".rstrip(".")
 
 
 def _notes(footprint: ModelFootprint, request: PlacementRequest) -> tuple[str, ...]:

@@ -102,6 +102,7 @@ def test_the_fastest_that_fits_is_recommended_when_speeds_are_known() -> None:
     best = found.options[found.recommended]
     assert best.sharding is Sharding.TENSOR and best.num_ranks == 4
     assert best.decode_tokens_per_s == max(option.decode_tokens_per_s for option in found.options)
+    assert "tensor is faster" in found.recommendation
     slow = survey(model(), hosts(32, 32, 32, rate=300 * GB), PlacementRequest(link=LINKS["wifi"]))
     assert slow.options[slow.recommended].sharding is Sharding.PIPELINE
     assert slow.options[slow.recommended].num_ranks == 2  # each more host costs another hop
@@ -120,7 +121,7 @@ def test_when_nothing_fits_the_number_of_missing_hosts_and_bytes_are_told() -> N
     assert (
         "nothing fits. 2 more hosts with 16.0 GB of usable memory like mac1 would do" in found.recommendation
     )
-    assert "are missing" in found.recommendation
+    assert "are missing" in found.recommendation and not found.recommendation.endswith(".")
     hopeless = survey(model(layer_bytes=40 * GB), hosts(16), PlacementRequest())
     assert "more hosts like mac1 do not help" in hopeless.recommendation
 
