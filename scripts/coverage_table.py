@@ -229,7 +229,7 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
         "pipeline of 3 bit-identical": sum(is_exact(p.get("pipeline 3")) for p in plans),
         "tensor right at 2, 3 and 2:1": sum(all(is_right(p.get(x)) for x in tensor) for p in plans),
         "same tokens in a batch, tensor 2:1": sum(
-            bool(p.get(tensor[2], {}).get("same_tokens")) for p in plans
+            "remark" not in row and bool(row["plans"].get(tensor[2], {}).get("same_tokens")) for row in ran
         ),
         "fully split over 2": sum(is_full(p.get(tensor[0]), 2) for p in plans),
         "fully split over 3": sum(is_full(p.get(tensor[1]), 3) for p in plans),
