@@ -243,7 +243,6 @@ class Load(Message, frozen=True):
     context_length: int
     adapter: str = ""  # folder of a LoRA or DoRA adapter on each host
     is_paranoid: bool = False  # report a StepDigest after every step
-    kv_budget_tokens: int = 0  # of the tightest rank, over all rows; 0 = not limited
 
 
 class WarmUp(Message, frozen=True):
