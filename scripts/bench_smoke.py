@@ -1,8 +1,8 @@
 """One rank beside mlx-lm's own server: the same model, the same requests, alternating in one run.
 
-Prints for 1 and 4 streams the ratio of the two medians, mlx-mesh over mlx_lm.server: prefill in prompt
-tokens per second until the first token, decode in tokens per second after it. Ratios, because figures of two
-runs on a shared machine cannot be compared.
+Prints for 1 and 4 streams the median of the ratios of neighbouring measurements, mlx-mesh over mlx_lm.server:
+prefill in prompt tokens per second until the first token, decode in tokens per second after it. The figures
+beside them are medians of their own. Ratios, because figures of two runs on a shared machine cannot be compared.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def compare(mesh: str, mlx_lm: str, num_streams: int, arguments: argparse.Namesp
             figures[url].append(measured)
     prefills = [statistics.median(one.prefill for one in figures[url]) for url in (mesh, mlx_lm)]
     decodes = [statistics.median(one.decode for one in figures[url]) for url in (mesh, mlx_lm)]
-    prefill, decode = prefills[0] / prefills[1], decodes[0] / decodes[1]
+    pairs = list(zip(figures[mesh], figures[mlx_lm], strict=True))  # measured one after the other
+    prefill = statistics.median(ours.prefill / theirs.prefill for ours, theirs in pairs)
+    decode = statistics.median(ours.decode / theirs.decode for ours, theirs in pairs)
     print(
         f"{num_streams} stream{'s' if num_streams > 1 else ''}: "
         f"prefill {prefill:.2f}x ({prefills[0]:.0f} / {prefills[1]:.0f} tokens/s), "
