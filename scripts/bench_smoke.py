@@ -2,7 +2,7 @@
 
 Prints for 1 and 4 streams the median of the ratios of neighbouring measurements, mlx-mesh over mlx_lm.server:
 prefill in prompt tokens per second until the first token, decode in tokens per second after it. The figures
-beside them are medians of their own. Ratios, because figures of two runs on a shared machine cannot be compared.
+beside them are medians of their own. Ratios, because a shared machine is never twice the same.
 """
 
 from __future__ import annotations
