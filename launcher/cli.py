@@ -393,7 +393,9 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--prompt", help="ask this once and print the answer")
     chat.add_argument("--system", default="", help="system message")
     chat.add_argument("--max-tokens", type=int, metavar="N")
-    chat.add_argument("--temperature", type=float, metavar="T")
+    chat.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default 0: the likeliest answer"
+    )
     return parser
 
 
