@@ -24,6 +24,7 @@ from mlx_mesh.mesh.messages import ProxyConfig
 from mlx_mesh.node.client import CoordinatorClient, read_config
 from mlx_mesh.proxy.app import build_app
 from mlx_mesh.proxy.metrics import Metrics
+from mlx_mesh.proxy.protocol import EnvelopeProtocol
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.tokenizer import ModelTokenizer, TokenizerError
 
@@ -73,7 +74,7 @@ async def serve(config: ProxyConfig, pipe: socket.socket) -> None:
     server = _Server(
         uvicorn.Config(
             build_app(services),
-            http="h11",
+            http=EnvelopeProtocol,
             ws="none",
             loop="asyncio",
             lifespan="off",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +16,8 @@ from mlx_mesh.proxy.detokenizer import Decoder
 from mlx_mesh.proxy.open_answers import CancelledByRequest
 from mlx_mesh.proxy.pieces import EndPiece, Piece
 
+_SOON_S = 0.001  # 0 would mean no limit
+
 
 class Generation:
     """`close` it whatever happens: it cancels what still runs on all ranks."""
@@ -23,6 +26,7 @@ class Generation:
         self._client = client
         self._pieces: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
         self._num_left = len(sequences)
+        self._began_at = time.monotonic()
         assemblers = [Assembler(decoder, sequence) for sequence in sequences]
         self.tallies = tuple(assembler.tally for assembler in assemblers)
         self._tasks = [
@@ -61,7 +65,13 @@ class Generation:
             request,
             id=f"{sequence.request.id}-t{len(assembler.token_ids)}",
             sent_ids=tuple(assembler.token_ids),
+            max_time_s=self._time_left(sequence.request.max_time_s),
         )
+
+    def _time_left(self, max_time_s: float) -> float:
+        """Of a limit that began with the first submission; 0 = there is none."""
+        spent_s = time.monotonic() - self._began_at
+        return max(_SOON_S, max_time_s - spent_s) if max_time_s else 0.0
 
     def _put(self, index: int, pieces: Sequence[Piece]) -> bool:
         """True when the sequence is complete."""

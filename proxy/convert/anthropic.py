@@ -35,6 +35,7 @@ def messages_job(services: Services, body: Prompt) -> ChatJob:
         sampling=sampling_params(body, tokenizer.vocab_size),
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
         stop_strings=tuple(body.stop_sequences or ()) if isinstance(body, MessagesRequest) else (),
+        max_time_s=body.max_time_s or 0.0,
         tools=tools,
         one_call=one_call,
         template_options={**switch, **_output_options(tokenizer, body)},

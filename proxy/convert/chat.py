@@ -33,6 +33,7 @@ def chat_job(services: Services, body: ChatRequest) -> ChatJob:
         stop_strings=body.stop_strings,
         num_logprobs=body.num_logprobs,
         num_choices=body.n or 1,
+        max_time_s=body.max_time_s or 0.0,
         tools=tools if may_call else (),
         one_call=body.parallel_tool_calls is False,
         template_options=template_options(

@@ -38,6 +38,7 @@ class Sequences:
     stop_strings: tuple[str, ...] = ()
     num_logprobs: int | None = None
     num_choices: int = 1  # of each prompt
+    max_time_s: float = 0.0  # from submission to the end; 0 = only the mesh's own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,7 @@ def prepare(
                 sampling=_of_choice(job.sampling, choice),
                 stop_token_ids=tuple(end_ids),
                 logprobs=job.num_logprobs,
+                max_time_s=job.max_time_s,
             )
             sequences.append(
                 dataclasses.replace(

@@ -39,6 +39,7 @@ async def prepare_completion(services: Services, body: CompletionRequest) -> Pre
         stop_strings=body.stop_strings,
         num_logprobs=0 if body.logprobs is None and body.picks_best else body.logprobs,
         num_choices=num_choices,
+        max_time_s=body.max_time_s or 0.0,
     )
     prepared = prepare(services, job, prompts, "prompt", continues_prompt=True)
     echo = tuple(

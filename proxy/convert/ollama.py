@@ -81,6 +81,7 @@ def _sequences(services: Services, body: OllamaRequest) -> Sequences:
         max_tokens=options.num_predict if options.num_predict > 0 else None,
         stop_strings=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
         num_logprobs=body.num_logprobs,
+        max_time_s=body.max_time_s,
     )
 
 

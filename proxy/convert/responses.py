@@ -64,6 +64,7 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
         messages=[*system, *turns],
         sampling=sampling_params(body, tokenizer.vocab_size),
         max_tokens=body.max_output_tokens,
+        max_time_s=body.max_time_s or 0.0,
         num_logprobs=body.num_logprobs,
         tools=_tools(tokenizer, body),
         one_call=body.parallel_tool_calls is False,

@@ -41,6 +41,7 @@ class CoreSampling(Strict):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    max_time_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class SamplingFields(CoreSampling):

@@ -39,10 +39,17 @@ class CompletionRequest(SamplingFields):
             return (_token_ids(prompt, "prompt"),)
         if len(prompt) > MAX_PROMPTS:
             raise invalid(f"Invalid 'prompt': at most {MAX_PROMPTS} prompts in one request.", param="prompt")
+        is_text = isinstance(prompt[0], str)
         return tuple(
-            part if isinstance(part, str) else _token_ids(part, f"prompt[{at}]")
+            _text(part, f"prompt[{at}]") if is_text else _token_ids(part, f"prompt[{at}]")
             for at, part in enumerate(prompt)
         )
+
+
+def _text(part: Any, param: str) -> str:
+    if not isinstance(part, str):
+        raise _bad_prompt(param)
+    return part
 
 
 def _token_ids(part: Any, param: str) -> tuple[int, ...]:
@@ -54,7 +61,7 @@ def _token_ids(part: Any, param: str) -> tuple[int, ...]:
 def _bad_prompt(param: str) -> ApiError:
     message = (
         f"Invalid '{param}': a prompt is a string, a list of strings, a list of token ids, "
-        "or a list of such lists; none of them empty lists."
+        "or a list of such lists; not a mixture, and none of them empty lists."
     )
     return invalid(message, param=param)
 

@@ -73,6 +73,7 @@ class OllamaRequest(Strict):
     think: bool | str | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    max_time_s: float = Field(default=0.0, gt=0, allow_inf_nan=False)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -44,6 +44,7 @@ from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.node.pipe import AsyncPipe
 from mlx_mesh.proxy.app import build_app
 from mlx_mesh.proxy.metrics import Metrics
+from mlx_mesh.proxy.protocol import EnvelopeProtocol
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
@@ -435,7 +436,7 @@ class _FrontThread(threading.Thread):
         )
         settings = uvicorn.Config(
             build_app(services),
-            http="h11",
+            http=EnvelopeProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -129,7 +129,7 @@ def test_a_spent_budget_ends_the_reasoning_and_the_answer_follows(
         yield TokenChunk(id="", finish_reason="stop")
 
     front = start_front(think, model=thinker)
-    body = {**USER, "thinking_budget": budget, "seed": 1}
+    body = {**USER, "thinking_budget": budget, "seed": 1, "max_time_s": 50}
     message = front.post(CHAT, body).json()["choices"][0]["message"]
     assert message["content"] == "done"
     reasoning = message.get("reasoning_content", "")
@@ -139,6 +139,7 @@ def test_a_spent_budget_ends_the_reasoning_and_the_answer_follows(
     requests = front.coordinator.requests
     assert len(requests) == {0: 2, 1000: 2}.get(budget, 4)
     if budget in (3, 6):
+        assert 40 < requests[1].max_time_s < requests[0].max_time_s == 50
         assert requests[1].sent_ids == (*thoughts[:budget], *closing)
         assert (requests[1].prompt_ids, requests[1].sampling) == (
             requests[0].prompt_ids,

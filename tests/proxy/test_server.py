@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import threading
@@ -358,3 +359,42 @@ def test_each_dialect_reads_bodies_within_limits_and_names_what_is_wrong(
     for body in (b"{", b"[]", b"{}"):
         response = plain_front.http.post(path, content=body)
         assert response.status_code == 400 and key in response.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, USER),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {**USER, "max_tokens": 3}),
+        ("/api/chat", {**USER, "model": "local", "stream": False}),
+        ("/api/generate", {"prompt": "a", "model": "local", "stream": False}),
+    ],
+)
+def test_each_dialect_takes_a_deadline_of_the_request(plain_front: Any, path: str, body: Any) -> None:
+    assert plain_front.post(path, {**body, "max_time_s": 2.5}).status_code == 200
+    assert plain_front.coordinator.requests[-1].max_time_s == 2.5
+    assert plain_front.post(path, body).status_code == 200
+    assert plain_front.coordinator.requests[-1].max_time_s == 0.0
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 60,  # TLS
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode(),
+    ],
+)
+def test_what_is_no_http_gets_the_envelope_and_ends_the_connection(plain_front: Any, nonsense: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", plain_front.port)) as client:
+        client.settimeout(10)
+        client.sendall(nonsense)
+        answer = b"".join(iter(lambda: client.recv(10_000), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert plain_front.chat().status_code == 200
