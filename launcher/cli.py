@@ -412,6 +412,12 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="decoded together (default 32)")
     parser.add_argument(
+        "--max-queued-requests",
+        type=int,
+        metavar="N",
+        help="that wait beyond these; more get 429 (default 256)",
+    )
+    parser.add_argument(
         "--context", type=int, metavar="TOKENS", help="longest context to plan for and to serve"
     )
     parser.add_argument("--offline", action="store_true", help="ask no hub; the files must be on each host")
@@ -452,6 +458,7 @@ def _flags(arguments: Arguments) -> Flags:
         api_key_file=arguments.api_key_file,
         served_model_names=tuple(arguments.served_model_name),
         max_sequences=arguments.max_sequences,
+        max_queued_requests=arguments.max_queued_requests,
         context=arguments.context,
         ssh_config=arguments.ssh_config,
         is_offline=arguments.offline,

@@ -33,6 +33,7 @@ class Flags:
     api_key_file: str | None = None
     served_model_names: tuple[str, ...] = ()
     max_sequences: int | None = None
+    max_queued_requests: int | None = None
     context: int | None = None
     ssh_config: str | None = None
     is_offline: bool = False
@@ -55,6 +56,7 @@ class LaunchConfig:
     api_key_file: str = ""
     served_model_names: tuple[str, ...] = ()
     max_sequences: int = 32
+    max_queued_requests: int = 256
     context_length: int = 0  # 0 = the model's
     prefill_step_size: int = 0  # 0 = chosen by sharding
     is_offline: bool = False  # no host asks the hub
@@ -110,6 +112,11 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
     check_model_name(model)
     if flags.max_sequences is not None and flags.max_sequences < 1:
         raise SettingsError(f"--max-sequences {flags.max_sequences} is out of range; it must be at least 1.")
+    if flags.max_queued_requests is not None and flags.max_queued_requests < 0:
+        raise SettingsError(
+            f"--max-queued-requests {flags.max_queued_requests} is out of range; it must be at least 0 (none "
+            "waits)."
+        )
     if flags.context is not None and flags.context < 1:
         raise SettingsError(f"--context {flags.context} is out of range; it must be at least 1 token.")
     if flags.port is not None and not 0 <= flags.port <= 65535:
@@ -139,6 +146,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         api_key_file=str(Path(flags.api_key_file).expanduser().resolve()) if flags.api_key_file else "",
         served_model_names=flags.served_model_names,
         max_sequences=flags.max_sequences or 32,
+        max_queued_requests=256 if flags.max_queued_requests is None else flags.max_queued_requests,
         context_length=flags.context or 0,
         ssh_config=str(Path(flags.ssh_config).expanduser().resolve()) if flags.ssh_config else "",
         notes=hostfile.notes,

@@ -600,6 +600,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         served_model_names=config.served_model_names,
         context_length=config.context_length,
         max_sequences=config.max_sequences,
+        max_queue=config.max_queued_requests,
         paranoid=config.paranoid,
         prefill_step_size=config.prefill_step_size,
         plan_context=context,

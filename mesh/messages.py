@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.links import Link
 from mlx_mesh.mesh.types import Backend, HostFacts, Phase, Placement, Sharding, Versions
 
@@ -243,6 +244,7 @@ class Load(Message, frozen=True):
     context_length: int
     adapter: str = ""  # folder of a LoRA or DoRA adapter on each host
     is_paranoid: bool = False  # report a StepDigest after every step
+    kv: KvBudget = KvBudget()  # of all ranks; the leader admits by it
 
 
 class WarmUp(Message, frozen=True):
@@ -314,6 +316,8 @@ class Heartbeat(Message, frozen=True):
     expected_s: float = -1.0  # predicted seconds of the current step; below 0 = nothing measured yet
     steps_s: float = 0.0  # seconds in steps since the start
     kv_tokens: int = 0  # tokens in the caches of all rows
+    kv_longest: int = 0  # of the longest row, to which the others are padded
+    num_preempted: int = 0  # leader: rows that had to make room so far
     digests: tuple[tuple[int, str], ...] = ()  # the newest checkpoints, see divergence.DigestBook
 
 
@@ -630,6 +634,7 @@ class Readiness(Message, frozen=True):
     world_size: int
     context_length: int
     epoch: int
+    kv: KvBudget = KvBudget()
 
 
 class Drain(Message, frozen=True):

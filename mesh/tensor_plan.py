@@ -89,16 +89,20 @@ def tensor_needs(memory: ModelMemory, weights: Sequence[int]) -> list[Need]:
     needs = [memory.tensor_share(*units) for units in zip(attention, mlp, strict=True)]
     if not tensor.divided:
         return needs
-    groups = tensor.attention_units if tensor.kv_groups < 0 else tensor.kv_groups
     kv = memory.kv_before[-1]
-    # With fewer groups than ranks each rank has copies, in the worst case of all.
-    by_rank = (
-        [part_of(kv, share, groups) for share in shares(groups, weights)] if groups >= len(weights) else []
-    )
     return [
-        need_of(tensor.weights_bytes(weights, rank), by_rank[rank] if by_rank else kv)
-        for rank in range(len(weights))
+        need_of(tensor.weights_bytes(weights, rank), part_of(kv, *part))
+        for rank, part in enumerate(kv_parts(memory.footprint, weights))
     ]
+
+
+def kv_parts(footprint: ModelFootprint, weights: Sequence[int]) -> list[tuple[int, int]]:
+    """The part of the KV cache that each rank has, as (groups, of groups)."""
+    tensor = footprint.tensor
+    groups = tensor.attention_units if tensor.kv_groups < 0 or not tensor.divided else tensor.kv_groups
+    if tensor.divided and groups < len(weights):
+        return [(1, 1)] * len(weights)  # each rank has copies, in the worst case of all
+    return [(share, groups) for share in shares(groups, weights)]
 
 
 def _check_possible(footprint: ModelFootprint, ranks: Sequence[Rank]) -> None:

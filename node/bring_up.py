@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_mesh.mesh.errors import PreflightError
+from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.membership import Verdict
 from mlx_mesh.mesh.messages import (
     Connect,
@@ -43,6 +44,7 @@ class EpochPlan:
     max_sequences: int
     prefill_step_size: int
     context_length: int
+    kv: KvBudget
     is_paranoid: bool
     is_first: bool  # no epoch was ready before: what misses a deadline now is not tried again
 
@@ -188,6 +190,7 @@ async def _load(control: Control, plan: EpochPlan) -> None:
                 prefill_step_size=plan.prefill_step_size,
                 context_length=plan.context_length,
                 is_paranoid=plan.is_paranoid,
+                kv=plan.kv,
             ),
         )
     limit = control.deadlines.load_stall_s

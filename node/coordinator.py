@@ -18,6 +18,7 @@ from typing import Any
 
 from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.kv_budget import KvBudget, kv_budget
 from mlx_mesh.mesh.membership import ObservedClock, RestartBudget, Verdict, VerdictKind, judge
 from mlx_mesh.mesh.messages import (
     AgentConfig,
@@ -347,6 +348,7 @@ class Coordinator:
             max_sequences=self.mesh.max_sequences,
             prefill_step_size=self.mesh.prefill_step_size or (_PIPELINE_PREFILL if is_pipeline else _PREFILL),
             context_length=self._context_length(),
+            kv=self._kv_budget(),
             is_first=not self._was_ready,
             is_paranoid=self.mesh.paranoid,
         )
@@ -354,6 +356,11 @@ class Coordinator:
     def _context_length(self) -> int:
         model = self._footprint.context_length if self._footprint is not None else 0
         return self.mesh.context_length or model
+
+    def _kv_budget(self) -> KvBudget:
+        if self._footprint is None or self._placement is None:
+            return KvBudget()
+        return kv_budget(self._footprint, self._placement)
 
     @property
     def _is_ready(self) -> bool:
@@ -372,7 +379,7 @@ class Coordinator:
         self._counters.note_ready(
             self.age(epoch.began_at), None if self._broke_at is None else self.age(self._broke_at)
         )
-        num_again = self._desk.open(epoch.number, self._context_length())
+        num_again = self._desk.open(epoch.number, self._context_length(), self._kv_budget())
         if num_again:
             self._output.note(f"admitted {num_again} open requests again")
         self._output.event(
@@ -545,7 +552,7 @@ class Coordinator:
             rejected_messages=self._switchboard.num_rejected_messages,
             lost_links=self._channel.num_lost_links,
         )
-        return metrics_of(self._counters, channel, self.roster, self._desk, self._placement)
+        return metrics_of(self._counters, channel, self.roster, self._desk, self._kv_budget())
 
     def _model_id(self) -> str:
         """The id in answers: a hub id as it is, of a folder its name."""

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
 from mlx_mesh.mesh.messages import Metric
-from mlx_mesh.mesh.types import Placement
 from mlx_mesh.node.desk import Desk
 from mlx_mesh.node.roster import RankRecord, Roster
 
@@ -47,14 +47,14 @@ class ChannelCounters:
 
 
 def metrics_of(
-    counters: MeshCounters, channel: ChannelCounters, roster: Roster, desk: Desk, placement: Placement | None
+    counters: MeshCounters, channel: ChannelCounters, roster: Roster, desk: Desk, kv: KvBudget
 ) -> tuple[Metric, ...]:
     """Everything, in the order in which it is shown."""
     return (
         *_of_epochs(counters),
         *_of_channel(channel),
         *_of_requests(desk),
-        *(m for record in roster.ranks for m in _of_rank(record, roster.host_of(record.rank), placement)),
+        *(m for record in roster.ranks for m in _of_rank(record, roster.host_of(record.rank), kv)),
     )
 
 
@@ -95,19 +95,25 @@ def _of_requests(desk: Desk) -> Iterator[Metric]:
     yield _counter("requests_resumed", "Requests that went on in a later epoch", desk.num_resumed)
     yield _counter("requests_cancelled", "Requests cancelled by their client", desk.num_cancelled)
     yield _counter("requests_expired", "Requests that reached their deadline", desk.num_expired)
-    yield _counter("requests_refused", "Requests that were not taken", desk.num_refused)
+    for code, count in sorted(desk.num_refused.items()):
+        yield _counter("requests_refused", "Requests that were not taken", count, code=code)
 
 
-def _of_rank(record: RankRecord, host: str, placement: Placement | None) -> Iterator[Metric]:
+def _of_rank(record: RankRecord, host: str, kv: KvBudget) -> Iterator[Metric]:
     beat = record.beat
     if beat is None:
         return
     labels = {"rank": str(record.rank), "host": host}
-    kv_bytes = placement.shards[record.rank].kv_bytes_per_token if placement is not None else 0
     yield _gauge("rank_step", "Steps of this epoch", beat.step, **labels)
     yield _gauge("rank_steps_seconds", "Seconds in the steps of this epoch", beat.steps_s, **labels)
     yield _gauge("rank_running", "Sequences that are computed", beat.num_sequences, **labels)
     yield _gauge("rank_waiting", "Sequences that wait for a place", beat.num_waiting, **labels)
-    yield _gauge("rank_kv_bytes", "Predicted bytes of all caches", kv_bytes * beat.kv_tokens, **labels)
+    yield _counter("rank_preempted", "Sequences that made room for older ones", beat.num_preempted, **labels)
+    if record.rank < len(kv.ranks):
+        mine: RankKv = kv.ranks[record.rank]
+        reserved = mine.bytes_of(beat.num_sequences, beat.kv_longest)
+        yield _gauge("rank_kv_bytes", "Predicted bytes of all caches, padding included", reserved, **labels)
+        if mine.budget_bytes is not None:
+            yield _gauge("rank_kv_budget_bytes", "What they may take", mine.budget_bytes, **labels)
     yield _gauge("rank_memory_bytes", "Bytes that MLX holds", beat.memory_bytes, **labels)
     yield _gauge("rank_peak_memory_bytes", "The most it held", beat.peak_memory_bytes, **labels)

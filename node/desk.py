@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
+from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import (
     Cancel,
     Chunk,
@@ -53,7 +55,8 @@ class Desk:
         self._owed_since: float | None = None
         self._was_ready = False
         self.is_draining = False
-        self.num_resumed = self.num_cancelled = self.num_expired = self.num_refused = 0
+        self.num_resumed = self.num_cancelled = self.num_expired = 0
+        self.num_refused: Counter[str] = Counter()  # by code
         self.journal = Journal()
         self.readiness = Readiness(
             ready=False,
@@ -76,12 +79,12 @@ class Desk:
 
     # ------------------------------------------------------------ epochs
 
-    def open(self, epoch: int, context_length: int) -> int:
+    def open(self, epoch: int, context_length: int, kv: KvBudget | None = None) -> int:
         """All ranks of `epoch` are ready: admit what is open and take new requests. Returns how many were
         open."""
         self._owed_since = self._now()
         self._was_ready = True
-        self._announce(ready=True, reason="", epoch=epoch, context_length=context_length)
+        self._announce(ready=True, reason="", epoch=epoch, context_length=context_length, kv=kv or KvBudget())
         self._admit()
         return len(self.journal)
 
@@ -114,6 +117,7 @@ class Desk:
             reason=reason,
             epoch=self.readiness.epoch,
             context_length=self.readiness.context_length,
+            kv=self.readiness.kv,
         )
 
     def drain(self) -> None:
@@ -145,13 +149,14 @@ class Desk:
             message = f"The request was not finished within {name} = {limit_s:g} s."
             self._send(Failed(id=request_id, code="timeout", message=message))
 
-    def _announce(self, *, ready: bool, reason: str, epoch: int, context_length: int) -> None:
+    def _announce(self, *, ready: bool, reason: str, epoch: int, context_length: int, kv: KvBudget) -> None:
         readiness = Readiness(
             ready=ready,
             reason=reason,
             world_size=self.readiness.world_size,
             context_length=context_length,
             epoch=epoch,
+            kv=kv,
         )
         if readiness != self.readiness:
             self.readiness = readiness
@@ -175,6 +180,7 @@ class Desk:
     def take_failure(self, failed: RequestFailed) -> None:
         """One request cannot go on; the others do."""
         if self.journal.close(failed.id):
+            self.num_refused[failed.code] += 1
             self._send(Failed(id=failed.id, code=failed.code, message=failed.message))
         self._admit()
 
@@ -194,8 +200,8 @@ class Desk:
     def _submit(self, request: GenerateRequest) -> None:
         refusal = self._refusal(request)
         if refusal is not None:
-            self.num_refused += 1
             code, message, retry_after_s = refusal
+            self.num_refused[code] += 1
             self._send(Failed(id=request.id, code=code, message=message, retry_after_s=retry_after_s))
             return
         if not len(self.journal):

@@ -17,6 +17,7 @@ RETRY_AFTER_S = 5
 
 _STATUS_OF_CODE = {
     "context_length_exceeded": 400,
+    "kv_memory_exceeded": 400,
     "empty_prompt": 400,
     "model_not_found": 404,
     "queue_full": 429,

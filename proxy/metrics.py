@@ -32,6 +32,12 @@ class Metrics:
         self.completion_tokens = Counter(
             "mlx_mesh_completion_tokens", "Generated tokens given to clients", registry=self._registry
         )
+        self.too_long = Counter(
+            "mlx_mesh_requests_too_long",
+            "Prompts that can never be served, by the limit that they exceed",
+            ("limit",),
+            registry=self._registry,
+        )
         self.disconnects = Counter(
             "mlx_mesh_client_disconnects",
             "Clients gone before their answer was complete",

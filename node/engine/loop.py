@@ -102,6 +102,11 @@ class Generation:
         return sum(self._lengths.values())
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        return max(self._lengths.values(), default=0)
+
+    @property
     def num_rows(self) -> int:
         return len(self._uids)
 
@@ -250,8 +255,13 @@ class Leader:
         produced = compute(self._generation, plan, self._reporter, self._scheduler.request)
         chunks = self._scheduler.applied(plan)
         chunks += self._scheduler.produced(produced, time.monotonic())
+        self._reporter.num_preempted = self._scheduler.num_preempted
         self._reporter.end_step(
-            plan.step, self._scheduler.num_running, self._scheduler.num_waiting, self._generation.kv_tokens
+            plan.step,
+            self._scheduler.num_running,
+            self._scheduler.num_waiting,
+            self._generation.kv_tokens,
+            self._generation.longest_row,
         )
         if chunks and not is_silent:
             self._reporter.send(Tokens(step=plan.step, chunks=tuple(chunks)))
@@ -293,5 +303,8 @@ class Follower:
             self._generation.close()
             return False
         compute(self._generation, plan, self._reporter)
-        self._reporter.end_step(plan.step, self._generation.num_rows, 0, self._generation.kv_tokens)
+        generation = self._generation
+        self._reporter.end_step(
+            plan.step, generation.num_rows, 0, generation.kv_tokens, generation.longest_row
+        )
         return True

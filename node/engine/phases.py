@@ -158,7 +158,10 @@ def _leader(
         plans.wait_for_followers()
         plans_ahead = config.world_size - 1 if command.placement.sharding is Sharding.PIPELINE else 1
     scheduler = Scheduler(
-        config.epoch, max_sequences=command.max_sequences, context_length=command.context_length
+        config.epoch,
+        max_sequences=command.max_sequences,
+        context_length=command.context_length,
+        kv=command.kv,
     )
     leader = Leader(generation, scheduler, plans, reporter, plans_ahead=plans_ahead)
     leader.warm_up(WARM_UP_REQUEST)

@@ -59,7 +59,7 @@ class Reporter:
         self.busy_since: float | None = None
         self.num_sequences = 0
         self.num_waiting = 0
-        self.kv_tokens = 0
+        self.kv_tokens = self.kv_longest = self.num_preempted = 0
         self.expected_s = -1.0
         self.steps_s = 0.0
         self.is_paranoid = False
@@ -118,7 +118,9 @@ class Reporter:
         self.expected_s = self._pace.expect(num_prompt_tokens)
         self.busy_since = self._clock()
 
-    def end_step(self, step: int, num_sequences: int, num_waiting: int, kv_tokens: int = 0) -> None:
+    def end_step(
+        self, step: int, num_sequences: int, num_waiting: int, kv_tokens: int = 0, kv_longest: int = 0
+    ) -> None:
         took_s = self._clock() - (self.busy_since if self.busy_since is not None else self._clock())
         self.busy_since = None
         self.step = step
@@ -126,6 +128,7 @@ class Reporter:
         self.num_sequences = num_sequences
         self.num_waiting = num_waiting
         self.kv_tokens = kv_tokens
+        self.kv_longest = kv_longest
         if self.phase is Phase.READY:  # the warm-up compiles: no measure of anything
             self._pace.learn(self._num_prompt_tokens, took_s)
 
@@ -163,6 +166,8 @@ class Reporter:
             expected_s=self.expected_s,
             steps_s=self.steps_s,
             kv_tokens=self.kv_tokens,
+            kv_longest=self.kv_longest,
+            num_preempted=self.num_preempted,
             digests=tuple(digests),
         )
 

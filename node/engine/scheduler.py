@@ -2,13 +2,20 @@
 
 Plain decisions without tensors or clocks of its own. The loop calls, in this order for each step:
 `next_plan`, `applied` when the plan took effect on this rank, `produced` with what the step gave.
+
+Memory is given out as it is needed: a request is admitted when it fits beside the running ones and all have
+room to grow. When they have grown too large together, the newest row leaves and goes on later from where it
+was; the oldest always stays, so that everybody's turn comes. Nobody is overtaken in the queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
+
+from mlx_mesh.mesh.kv_budget import BLOCK_TOKENS, KvBudget
 from mlx_mesh.mesh.messages import (
     Admission,
     FinishReason,
@@ -18,6 +25,12 @@ from mlx_mesh.mesh.messages import (
     TokenChunk,
     TokenLogprobs,
 )
+
+GROWTH_TOKENS = BLOCK_TOKENS
+"""What each row must be able to grow by when one more is admitted: rows do not come and go at each step."""
+
+AHEAD_TOKENS = 16
+"""Steps that may be under way when a plan is made; rows are this much longer when it is applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +47,32 @@ class Produced:
 class _Running:
     request: GenerateRequest
     admitted_s: float
+    length: int  # tokens in its caches
     is_cancelled: bool = False  # no token of it is of interest any more
+    is_leaving: bool = False  # it makes room, and comes back
     has_produced: bool = False
+    new_ids: list[int] = field(default_factory=list)  # since its admission
 
 
 class Scheduler:
     """The open requests of one epoch."""
 
     def __init__(
-        self, epoch: int, *, max_sequences: int, context_length: int = 0, vocab_size: int = 0
+        self,
+        epoch: int,
+        *,
+        max_sequences: int,
+        context_length: int = 0,
+        vocab_size: int = 0,
+        kv: KvBudget | None = None,
     ) -> None:
-        """`context_length` and `vocab_size` 0: not known, not checked."""
+        """`context_length` and `vocab_size` 0: not known, not checked; `kv` None: memory is no limit."""
         self._epoch = epoch
         self._max_sequences = max_sequences
         self._context_length = context_length
+        self._kv = kv or KvBudget()
+        self._longest = self._kv.longest_sequence(context_length)
+        self.num_preempted = 0
         self.vocab_size = vocab_size
         self._step = 0
         self._waiting: dict[str, GenerateRequest] = {}
@@ -95,13 +120,14 @@ class Scheduler:
 
     def next_plan(self, now_s: float) -> StepPlan:
         """The next step's plan, in arrival order; `now_s` dates the admissions."""
-        cancel, self._to_cancel = tuple(self._to_cancel), []
-        num_cancelling = sum(1 for running in self._running.values() if running.is_cancelled)
-        num_free = self._max_sequences - (len(self._running) - num_cancelling)
+        cancel, self._to_cancel = (*self._to_cancel, *self._make_room()), []
         admit = []
-        for request in list(self._waiting.values())[: max(0, num_free)]:
+        for request in list(self._waiting.values()):
+            num_tokens = len(request.prompt_ids) + len(request.sent_ids)
+            if request.id in cancel or not self._has_room(num_tokens):
+                break
             del self._waiting[request.id]
-            self._running[request.id] = _Running(request, now_s)
+            self._running[request.id] = _Running(request, now_s, num_tokens)
             admit.append(
                 Admission(
                     id=request.id,
@@ -112,17 +138,48 @@ class Scheduler:
             )
         return self._plan(cancel, tuple(admit))
 
+    def _staying(self) -> list[_Running]:
+        """Rows that run on, oldest first."""
+        return [row for row in self._running.values() if not (row.is_cancelled or row.is_leaving)]
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """For one more row of so many tokens; never while somebody leaves, who is to come back first."""
+        rows = self._staying()
+        if len(rows) >= self._max_sequences or any(row.is_leaving for row in self._running.values()):
+            return False
+        longest = max((num_tokens, *(row.length for row in rows))) + GROWTH_TOKENS
+        return not rows or self._kv.short(len(rows) + 1, longest) is None
+
+    def _make_room(self) -> list[str]:
+        """Newest rows that leave, so that the others can take their next steps."""
+        rows, leaving = self._staying(), []
+        while len(rows) > 1 and self._kv.short(len(rows), max(row.length for row in rows) + AHEAD_TOKENS):
+            row = rows.pop()
+            row.is_leaving = True
+            leaving.append(row.request.id)
+        self.num_preempted += len(leaving)
+        return leaving
+
     def stop_plan(self) -> StepPlan:
         """The last plan of the epoch."""
         return self._plan((), (), stop=True)
 
     def applied(self, plan: StepPlan) -> list[TokenChunk]:
-        """The ends that the plan's cancellations caused; those that finished by themselves before are out."""
-        return [
-            TokenChunk(id=request_id, finish_reason="cancelled")
-            for request_id in plan.cancel
-            if self._running.pop(request_id, None) is not None
-        ]
+        """The ends that the plan's cancellations caused; those that finished by themselves before are out,
+        and those that made room wait again, before all others."""
+        chunks, again = [], {}
+        for request_id in plan.cancel:
+            row = self._running.pop(request_id, None)
+            if row is None:
+                continue
+            if row.is_cancelled:
+                chunks.append(TokenChunk(id=request_id, finish_reason="cancelled"))
+                continue
+            sent_ids = (*row.request.sent_ids, *row.new_ids)
+            again[request_id] = msgspec.structs.replace(row.request, sent_ids=sent_ids)
+        # The newest left first, so the oldest of them is the last one here.
+        self._waiting = {**dict(reversed(again.items())), **self._waiting}
+        return chunks
 
     def produced(self, tokens: Sequence[Produced], now_s: float) -> list[TokenChunk]:
         """What to tell the clients about one step."""
@@ -136,6 +193,8 @@ class Scheduler:
                     chunks.append(TokenChunk(id=produced.id, finish_reason="cancelled"))
                 continue
             is_text = produced.finish_reason != "stop"
+            running.length += 1
+            running.new_ids.append(produced.token)
             chunks.append(
                 TokenChunk(
                     id=produced.id,
@@ -156,6 +215,8 @@ class Scheduler:
         left = request.max_tokens - len(request.sent_ids)
         if self._context_length:
             left = min(left, self._context_length - len(request.prompt_ids) - len(request.sent_ids))
+        if self._longest is not None:
+            left = min(left, self._longest - len(request.prompt_ids) - len(request.sent_ids))
         return left
 
     def _refusal(self, request: GenerateRequest) -> tuple[str, str] | None:
@@ -173,6 +234,13 @@ class Scheduler:
                 f"The prompt has {num_prompt} tokens; the context of {self._context_length} leaves no room "
                 "for an answer.",
             )
+        num_tokens = num_prompt + len(request.sent_ids)
+        if (
+            self._longest is not None
+            and num_tokens >= self._longest
+            and request.max_tokens > len(request.sent_ids)
+        ):  # the front end refuses these; here come those that were open when the mesh became smaller
+            return "kv_memory_exceeded", self._kv.explain(num_tokens + 1, self._context_length)
         vocab_size = self.vocab_size or 1 << 31
         for ids in (request.prompt_ids, request.sent_ids, request.sampling.logit_bias):
             for extreme in (min(ids, default=0), max(ids, default=0)):

@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 
+from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
 from mlx_mesh.proxy.assembler import NewSequence
 from mlx_mesh.proxy.convert.tool_turns import for_template
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.markup import Markup, Region
+from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.tokenizer import EncodedChat, PromptTooLong
 
@@ -67,11 +69,11 @@ class Prepared:
 async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
     """Raises ApiError and the tokenizer's errors."""
     tokenizer = services.tokenizer
-    limit = services.client.readiness.context_length
+    room = Room.of(services)
     try:
-        encoded = await encode_job(services, job, limit)
+        encoded = await encode_job(services, job, room.num_tokens)
     except PromptTooLong as error:
-        raise too_long(error.at_least, limit, job.param) from error
+        raise room.too_long(error.at_least, job.param) from error
     markup = tokenizer.markup
     thinking_end_ids: tuple[int, ...] = ()
     if job.thinking_budget is not None and markup.think_end:
@@ -128,11 +130,11 @@ def prepare(
         )
     special = [services.tokenizer.special_token_id(stop) for stop in job.stop_strings]
     end_ids = dict.fromkeys((*services.tokenizer.end_token_ids, *(i for i in special if i is not None)))
-    context_length = services.client.readiness.context_length
+    room = Room.of(services)
     headers: dict[str, str] = {}
     sequences: list[NewSequence] = []
     for prompt_ids in prompts:
-        max_tokens = token_budget(len(prompt_ids), job.max_tokens, context_length, param)
+        max_tokens = room.for_answer(len(prompt_ids), job.max_tokens, param)
         if job.max_tokens is not None and max_tokens < job.max_tokens:
             headers[CLAMPED_HEADER] = str(max_tokens)
         for choice in range(job.num_choices):
@@ -165,21 +167,48 @@ def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=seed)
 
 
-def token_budget(num_prompt: int, wanted: int | None, context_length: int, param: str) -> int:
-    """How many tokens may be generated: what was asked for, within the context. `context_length` 0 =
-    unknown. Raises ApiError 400 when not even one fits."""
-    if context_length <= 0:
-        return wanted or UNKNOWN_CONTEXT_MAX_TOKENS
-    left = context_length - num_prompt
-    if left < 1:
-        raise too_long(num_prompt, context_length, param)
-    return left if wanted is None else min(wanted, left)
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How long a sequence may be: within the model's context, and within the memory that the tightest rank
+    has for keys and values. 0 tokens of context = unknown."""
 
+    context_length: int
+    kv: KvBudget
+    metrics: Metrics
 
-def too_long(num_prompt: int, context_length: int, param: str) -> ApiError:
-    return invalid(
-        f"This model's maximum context length is {context_length} tokens, and the prompt has {num_prompt} or "
-        "more; at least one more is needed for the answer. Shorten the prompt.",
-        param=param,
-        code="context_length_exceeded",
-    )
+    @classmethod
+    def of(cls, services: Services) -> Room:
+        readiness = services.client.readiness
+        return cls(readiness.context_length, readiness.kv, services.metrics)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer together; 0 = unknown."""
+        in_memory = self.kv.longest_sequence(self.context_length)
+        if in_memory is None:
+            return self.context_length
+        return min(in_memory, self.context_length or in_memory)
+
+    def for_answer(self, num_prompt: int, wanted: int | None, param: str) -> int:
+        """How many tokens may be generated: what was asked for, within the room. Raises ApiError 400 when not
+        even one fits."""
+        if not self.num_tokens and not self.kv.short(1, num_prompt + 1):
+            return wanted or UNKNOWN_CONTEXT_MAX_TOKENS
+        left = self.num_tokens - num_prompt
+        if left < 1:
+            raise self.too_long(num_prompt, param)
+        return left if wanted is None else min(wanted, left)
+
+    def too_long(self, num_prompt: int, param: str) -> ApiError:
+        """The refusal of a prompt with so many tokens, or more, that says which limit it is."""
+        if self.context_length and num_prompt >= self.context_length:
+            self.metrics.too_long.labels("context").inc()
+            return invalid(
+                f"This model's maximum context length is {self.context_length} tokens, and the prompt has "
+                f"{num_prompt} or more; at least one more is needed for the answer. Shorten the prompt.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        self.metrics.too_long.labels("kv_memory").inc()
+        message = self.kv.explain(num_prompt + 1, self.context_length)
+        return invalid(message, param=param, code="kv_memory_exceeded")

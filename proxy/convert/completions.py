@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-from mlx_mesh.proxy.convert.common import Prepared, Sequences, prepare, too_long
+from mlx_mesh.proxy.convert.common import Prepared, Room, Sequences, prepare
 from mlx_mesh.proxy.convert.sampling import sampling_params
 from mlx_mesh.proxy.errors import invalid
 from mlx_mesh.proxy.schemas.completions import CompletionRequest, Prompt
@@ -24,13 +24,13 @@ class PreparedText:
 async def prepare_completion(services: Services, body: CompletionRequest) -> PreparedText:
     """Raises ApiError and the tokenizer's errors."""
     _check_choices(body)
-    limit = services.client.readiness.context_length
+    room = Room.of(services)
     prompts: list[tuple[int, ...]] = []
     for prompt in body.prompts:
         try:
-            prompts.append(await _completion_ids(services, prompt, limit))
+            prompts.append(await _completion_ids(services, prompt, room.num_tokens))
         except PromptTooLong as error:
-            raise too_long(error.at_least, limit, "prompt") from error
+            raise room.too_long(error.at_least, "prompt") from error
     num_choices = body.best_of or body.n or 1
     job = Sequences(
         id=f"cmpl-{uuid.uuid4().hex}",

@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from mlx_mesh.mesh.messages import SamplingParams
-from mlx_mesh.proxy.convert.common import ChatJob, Prepared, Sequences, prepare, prepare_chat, too_long
+from mlx_mesh.proxy.convert.common import ChatJob, Prepared, Room, Sequences, prepare, prepare_chat
 from mlx_mesh.proxy.convert.sampling import new_seed
 from mlx_mesh.proxy.convert.thinking import template_options
 from mlx_mesh.proxy.convert.tools import read_tools
@@ -47,11 +47,11 @@ async def prepare_ollama_generate(services: Services, body: OllamaGenerateReques
         )
     if body.system:
         raise invalid("'system' cannot be put into a raw prompt.", param="system")
-    limit = services.client.readiness.context_length
+    room = Room.of(services)
     try:
-        ids = await services.tokenizer.encode(body.prompt, limit=limit)
+        ids = await services.tokenizer.encode(body.prompt, limit=room.num_tokens)
     except PromptTooLong as error:
-        raise too_long(error.at_least, limit, "prompt") from error
+        raise room.too_long(error.at_least, "prompt") from error
     return prepare(services, _sequences(services, body), [ids], "prompt", continues_prompt=True)
 
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_mesh.proxy.convert.common import Room
 from mlx_mesh.proxy.errors import json_response
 from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
@@ -72,6 +73,7 @@ async def capabilities(request: Request) -> Response:
             },
             "limits": {
                 "context_length": services.client.readiness.context_length,
+                "max_sequence_tokens": Room.of(services).num_tokens,
                 "max_body_bytes": services.config.max_body_bytes,
                 "max_stop_strings": MAX_STOPS,
                 "max_stop_string_chars": MAX_STOP_CHARS,

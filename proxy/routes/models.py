@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_mesh.proxy.convert.common import Room
 from mlx_mesh.proxy.errors import json_response
 from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.services import Services
@@ -42,5 +43,5 @@ def _describe(services: Services, name: str) -> dict[str, Any]:
         "root": services.config.model_id,
         "aliases": [alias for alias in services.accepted_names if alias != services.config.model],
         "context_length": context_length or None,
-        "max_model_len": context_length or None,  # the name that vLLM's clients read
+        "max_model_len": Room.of(services).num_tokens or None,  # the name that vLLM's clients read
     }

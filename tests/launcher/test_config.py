@@ -74,7 +74,15 @@ def test_a_key_never_shows_in_the_configurations_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [Flags(port=-1), Flags(port=65536), Flags(max_sequences=0), Flags(context=0), Flags(name="../x")]
+    "flags",
+    [
+        Flags(port=-1),
+        Flags(port=65536),
+        Flags(max_sequences=0),
+        Flags(max_queued_requests=-1),
+        Flags(context=0),
+        Flags(name="../x"),
+    ],
 )
 def test_a_flag_out_of_range_is_a_usage_error(flags: Flags) -> None:
     with pytest.raises(SettingsError) as caught:

@@ -22,6 +22,7 @@ import pytest
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import (
     Cancel,
     Chunk,
@@ -160,6 +161,7 @@ class ScriptedCoordinator:
     script: Script
     world_size: int = 2
     context_length: int = 512
+    kv: KvBudget = field(default_factory=KvBudget)
     requests: list[GenerateRequest] = field(default_factory=list)
     cancelled: queue.Queue[str] = field(default_factory=queue.Queue)
     answers_status: bool = True
@@ -206,6 +208,7 @@ class ScriptedCoordinator:
                 world_size=self.world_size,
                 context_length=self.context_length,
                 epoch=1,
+                kv=self.kv,
             )
         )
 

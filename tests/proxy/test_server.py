@@ -19,6 +19,7 @@ from openai.types.chat import completion_create_params as chat_params
 from starlette.requests import Request
 
 from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
 from mlx_mesh.mesh.messages import Failed, GenerateRequest, TokenChunk
 from mlx_mesh.node import client as client_module
 from mlx_mesh.proxy import bodies
@@ -398,3 +399,39 @@ def test_what_is_no_http_gets_the_envelope_and_ends_the_connection(plain_front: 
     assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
     assert json.loads(body)["error"]["code"] == "invalid_http"
     assert plain_front.chat().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 300}]}, "messages"),
+        ("/v1/completions", {"prompt": "word " * 300}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 256}, "prompt"),
+        ("/api/generate", {"prompt": "word " * 300, "raw": True, "model": "local"}, None),
+    ],
+)
+def test_what_never_fits_the_tightest_rank_is_refused_with_its_numbers(
+    start_front: Any, saying: Any, ids_of: IdsOf, path: str, body: Any, param: str | None
+) -> None:
+    """256 tokens fit rank 1, though the context has 4096."""
+    kv = KvBudget(
+        ranks=tuple(
+            RankKv(rank=r, host=f"mac{r}", budget_bytes=size, fixed_bytes=0, per_token=((0, 10_000),))
+            for r, size in enumerate((90_000_000, 3_000_000))
+        )
+    )
+    front = start_front(saying(ids_of("a")), coordinator={"context_length": 4096, "kv": kv})
+    response = front.post(path, body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    message = error if isinstance(error, str) else error["message"]
+    assert "rank 1 (mac1), which has 3 MB" in message and "up to 256 tokens" in message
+    if param is not None:
+        assert (error["code"], error["param"]) == ("kv_memory_exceeded", param)
+    assert front.coordinator.requests == []
+    assert 'mlx_mesh_requests_too_long_total{limit="kv_memory"} 1.0' in front.http.get("/metrics").text
+    limits = front.http.get("/v1/capabilities").json()["limits"]
+    assert (limits["context_length"], limits["max_sequence_tokens"]) == (4096, 256)
+    response = front.post("/v1/completions", {"prompt": [5] * 250, "max_tokens": 100})
+    assert response.headers["x-mlx-mesh-max-tokens-clamped"] == "6"
+    assert front.coordinator.requests[0].max_tokens == 6

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import (
     Cancel,
     Connect,
@@ -221,7 +222,9 @@ class EngineMesh:
             engine.wait_for_phase(Phase.CONNECTED)
             engine.send(JoinPlans(endpoint=endpoint))
 
-    def load(self, model: Path, placement: Placement, *, prefill_step_size: int = 0) -> None:
+    def load(
+        self, model: Path, placement: Placement, *, prefill_step_size: int = 0, kv: KvBudget | None = None
+    ) -> None:
         for engine in self.engines:
             engine.send(
                 Load(
@@ -230,6 +233,7 @@ class EngineMesh:
                     max_sequences=8,
                     prefill_step_size=prefill_step_size,
                     context_length=2048,
+                    kv=kv or KvBudget(),
                 )
             )
         for engine in self.engines:

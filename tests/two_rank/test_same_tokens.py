@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
+from mlx_mesh.mesh.kv_budget import BLOCK_TOKENS, KvBudget, RankKv
+from mlx_mesh.mesh.messages import GenerateRequest, Heartbeat, SamplingParams
 from mlx_mesh.mesh.types import Sharding
 
 pytestmark = pytest.mark.two_rank
@@ -156,3 +158,25 @@ def test_logprobs_cross_no_cut_and_are_the_same(bench: Any, tiny_llama: Path) ->
             assert [len(p.top) for p in answer.logprobs] == [3] * 8
     assert seen[1] == pytest.approx(seen[0], abs=1e-5)
     assert seen[2] == pytest.approx(seen[0], abs=1e-5)
+
+
+def test_rows_that_had_to_make_room_go_on_with_the_same_tokens(bench: Any, tiny_llama: Path) -> None:
+    """Memory for two rows of two blocks on rank 1: together they outgrow it, and the newer one waits."""
+    free = RankKv(rank=0, host="a", budget_bytes=None, fixed_bytes=0, per_token=((0, 1),))
+    tight = RankKv(rank=1, host="b", budget_bytes=4 * BLOCK_TOKENS, fixed_bytes=0, per_token=((0, 1),))
+    sampling = SamplingParams(temperature=0.9, seed=5, frequency_penalty=0.5)
+    rows = [
+        bench.greedy("old", [3 + i % 90 for i in range(250)], 280),
+        msgspec.structs.replace(
+            bench.greedy("new", [5 + i % 70 for i in range(250)], 280), sampling=sampling, logprobs=1
+        ),
+    ]
+    with bench.mesh(2) as mesh:
+        mesh.connect()
+        placement = bench.split(Sharding.PIPELINE, NUM_LAYERS, [3, 3])
+        mesh.load(tiny_llama, placement, kv=KvBudget(ranks=(free, tight)))
+        alone = [answers(mesh, [msgspec.structs.replace(row, id=f"{row.id} alone")])[0] for row in rows]
+        assert answers(mesh, rows) == alone
+        assert len(mesh.answer("new").logprobs) == 280
+        mesh.leader.wait_for_kind(Heartbeat, lambda beat: beat.num_preempted == 1)
+        assert mesh.stop() == [0, 0]

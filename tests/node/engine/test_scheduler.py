@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_mesh.mesh.kv_budget import BLOCK_TOKENS, KvBudget, RankKv
 from mlx_mesh.mesh.messages import (
     GenerateRequest,
     RequestFailed,
@@ -16,7 +17,7 @@ from mlx_mesh.mesh.messages import (
     TokenChunk,
     TokenLogprobs,
 )
-from mlx_mesh.node.engine.scheduler import Produced, Scheduler
+from mlx_mesh.node.engine.scheduler import AHEAD_TOKENS, Produced, Scheduler
 
 
 def scheduler(max_sequences: int = 2, context_length: int = 100) -> Scheduler:
@@ -238,3 +239,145 @@ def test_whatever_happens_every_request_ends_once_and_rows_stay_within_bounds(
         step()
     assert ends == dict.fromkeys(opened, 1)
     assert rows == {}
+
+
+# ---------------------------------------------------------------- memory
+
+
+def of_blocks(blocks: int) -> KvBudget:
+    """Room for so many blocks of tokens on rank 1; rank 0 has more."""
+    ranks = [
+        RankKv(rank=r, host=f"mac{r}", budget_bytes=b * BLOCK_TOKENS, fixed_bytes=0, per_token=((0, 1),))
+        for r, b in ((0, 10 * blocks), (1, blocks))
+    ]
+    return KvBudget(ranks=tuple(ranks))
+
+
+def with_memory(blocks: int, max_sequences: int = 32) -> Scheduler:
+    return Scheduler(7, max_sequences=max_sequences, context_length=100_000, kv=of_blocks(blocks))
+
+
+def long(request_id: str, num_prompt: int, max_tokens: int = 5, **other: Any) -> GenerateRequest:
+    return request(request_id, prompt_ids=(1,) * num_prompt, max_tokens=max_tokens, **other)
+
+
+def step(it: Scheduler, plan: StepPlan, *names: str) -> list[TokenChunk]:
+    return it.applied(plan) + it.produced([Produced(name, 9) for name in names], 0)
+
+
+def test_requests_wait_until_the_tightest_rank_has_room_for_them_and_their_growth() -> None:
+    it = with_memory(blocks=5)
+    for name in ("a", "b", "c"):
+        it.submit(long(name, 200))
+    assert admitted(it.next_plan(0)) == ["a", "b"], "two rows of two blocks each; three would be six"
+    it.produced([Produced("a", 9, "length")], 0)
+    assert admitted(it.next_plan(0)) == ["c"]
+
+
+def test_nobody_overtakes_a_large_request() -> None:
+    it = with_memory(blocks=4)
+    for name, size in (("a", 200), ("large", 600), ("small", 10)):
+        it.submit(long(name, size))
+    assert admitted(it.next_plan(0)) == ["a"]
+    it.produced([Produced("a", 9, "length")], 0)
+    assert admitted(it.next_plan(0)) == ["large"], "alone it has its chance"
+
+
+def test_what_can_never_fit_is_refused_with_numbers_and_the_answer_ends_within_memory() -> None:
+    it = with_memory(blocks=2)
+    refusal = it.submit(long("a", 512))
+    assert isinstance(refusal, RequestFailed) and refusal.code == "kv_memory_exceeded"
+    assert "rank 1 (mac1)" in refusal.message and "up to 512 tokens" in refusal.message
+    assert it.submit(long("b", 500, max_tokens=1000)) is None
+    assert it.next_plan(0).admit[0].max_tokens == 12
+    resumed = it.submit(long("c", 500, max_tokens=1000, sent_ids=(1,) * 12))
+    assert isinstance(resumed, RequestFailed), "it was open when the mesh had more memory"
+
+
+def test_rows_that_grew_too_large_together_let_the_oldest_go_on_and_come_back() -> None:
+    it = with_memory(blocks=4)
+    it.submit(long("old", 200, max_tokens=500))
+    it.submit(long("new", 200, max_tokens=500, sent_ids=(7, 7)))
+    plan = it.next_plan(0)
+    assert admitted(plan) == ["old", "new"]
+    num_new = 0
+    while "new" not in (plan := it.next_plan(0)).cancel:
+        assert step(it, plan, "old", "new")
+        num_new += 1
+    assert 512 - 202 - 2 * AHEAD_TOKENS < num_new < 512 - 202
+    assert it.num_preempted == 1
+    it.submit(long("later", 1))
+    ahead = it.next_plan(0)
+    assert admitted(ahead) == [], "it is not gone yet, and its place is not free for others before it"
+    chunks = it.produced([Produced("old", 9), Produced("new", 8)], 0)
+    assert [chunk.token_ids for chunk in chunks] == [(9,), (8,)], "tokens under way still count"
+    assert it.applied(plan) == [], "its client hears nothing"
+    assert (it.num_running, it.num_waiting) == (1, 2)
+    it.produced([Produced("old", 9, "length")], 0)
+    (again,) = it.next_plan(0).admit
+    assert again.id == "new"
+    assert again.prompt_ids == (1,) * 200 + (7, 7) + (9,) * num_new + (8,)
+    assert again.max_tokens == 500 - 2 - num_new - 1
+
+
+def test_a_row_that_makes_room_may_be_cancelled_or_end_before_it_leaves() -> None:
+    for end in ("cancelled", "length"):
+        it = with_memory(blocks=4)
+        for name in ("old", "new"):
+            it.submit(long(name, 250))
+        plan = it.next_plan(0)
+        while not (plan := it.next_plan(0)).cancel:
+            step(it, plan, "old", "new")
+        if end == "cancelled":
+            it.cancel("new")
+            (chunk,) = it.applied(plan)
+        else:
+            (chunk,) = it.produced([Produced("new", 9, "length")], 0)
+            assert it.applied(plan) == []
+        assert (chunk.id, chunk.finish_reason) == ("new", end)
+        assert (it.num_running, it.num_waiting) == (1, 0)
+        assert it.applied(it.next_plan(0)) == []
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    blocks=st.integers(2, 9),
+    sizes=st.lists(st.tuples(st.integers(1, 450), st.integers(1, 400)), min_size=1, max_size=7),
+    delay=st.integers(0, 3),
+)
+def test_memory_is_never_exceeded_and_every_request_gets_all_its_tokens_once(
+    blocks: int, sizes: list[tuple[int, int]], delay: int
+) -> None:
+    """`delay`: plans that are under way, as in a pipeline."""
+    it, kv = with_memory(blocks), of_blocks(blocks)
+    got: dict[str, list[int]] = {}
+    due: dict[str, int] = {}
+    for number, (num_prompt, max_tokens) in enumerate(sizes):
+        if it.submit(long(str(number), num_prompt, max_tokens)) is None:
+            got[str(number)] = []
+            due[str(number)] = min(max_tokens, blocks * BLOCK_TOKENS - num_prompt)
+    rows: dict[str, list[int]] = {}  # tokens in caches, tokens left
+    published: list[StepPlan] = []
+    for _ in range(sum(due.values()) + 100):
+        while it.has_work and len(published) <= delay:
+            published.append(it.next_plan(0))
+        if not published:
+            break
+        plan = published.pop(0)
+        for request_id in plan.cancel:
+            rows.pop(request_id, None)
+        for new in plan.admit:
+            rows[new.id] = [len(new.prompt_ids), new.max_tokens]
+        longest = max((length for length, _ in rows.values()), default=0)
+        assert kv.short(len(rows), longest + 1) is None or len(rows) <= 1
+        produced = []
+        for request_id, row in list(rows.items()):
+            row[0], row[1] = row[0] + 1, row[1] - 1
+            produced.append(Produced(request_id, len(got[request_id]), "length" if row[1] == 0 else None))
+            if row[1] == 0:
+                del rows[request_id]
+        assert not any(chunk.finish_reason for chunk in it.applied(plan))
+        for chunk in it.produced(produced, 0):
+            got[chunk.id] += chunk.token_ids
+    assert {request_id: len(tokens) for request_id, tokens in got.items()} == due
+    assert all(tokens == list(range(len(tokens))) for tokens in got.values())
