@@ -8,6 +8,10 @@ import msgspec
 
 from mlx_mesh.mesh.tensor_units import DividedBytes
 
+WORTH_DIVIDING = 100
+"""By tensor an embedding or output head is divided by vocabulary when it is a hundredth of the model or
+more: that costs a sum or a gather a token, and saves each rank the others' rows, in memory and in time."""
+
 
 class LayerFootprint(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one layer. `fixed_state_bytes` is per sequence and independent of context (SSM, conv)."""
@@ -34,10 +38,16 @@ class TensorFootprint(msgspec.Struct, frozen=True, kw_only=True):
     divided: tuple[DividedBytes, ...] = ()  # the divided bytes exactly; () = only the sums above are known
     kv_groups: int = -1  # groups by which the KV cache divides; 0 = whole on every rank, -1 = attention_units
     sums_per_token: int = 0  # collectives of one forward; 0 = unknown, two a layer
+    leader_bytes: int = 0  # rank 0 alone holds them: a whole output head, with its norm
+    vocabulary_bytes: int = 0  # embeddings and output heads that are divided by vocabulary, in `divided` too
+    vocabulary_read_bytes: int = 0  # of them, what a token reads: the output head
+    num_lookups: int = 0  # embeddings among them, each of which costs a sum
+    logits_bytes: int = 0  # of one token, when the output head is divided: the leader gets all of them
 
     def weights_bytes(self, weights: Sequence[int], rank: int) -> int:
         """What one rank holds of the model, to the byte when `divided` is given."""
-        return self.replicated_bytes + sum(part.of_rank(weights, rank) for part in self.divided)
+        divided = sum(part.of_rank(weights, rank) for part in self.divided)
+        return self.replicated_bytes + divided + (0 if rank else self.leader_bytes)
 
 
 class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):

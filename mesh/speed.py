@@ -203,6 +203,8 @@ class TensorSpeed:
     rates: Rates
     link: Link | None  # the slowest that the ranks have between them
     read_whole: int  # bytes that every rank reads for a token
+    read_by_leader: int  # and what only rank 0 reads
+    read_divided: int  # of an output head that is divided by vocabulary
     mlp_active: int  # and those of the MLPs that are divided
     cache_bytes: int
     constant_ns: int
@@ -213,7 +215,8 @@ class TensorSpeed:
         tensor, context = footprint.tensor, request.context_for(footprint)
         asleep = sum(layer.weights_bytes - active_bytes(layer) for layer in footprint.layers)
         mlp_asleep = min(asleep, tensor.mlp_bytes) if tensor.mlp_units else 0
-        looked_up = 0 if footprint.tied_embedding else footprint.embedding_bytes
+        divided_lookups = tensor.vocabulary_bytes - tensor.vocabulary_read_bytes
+        looked_up = 0 if footprint.tied_embedding else footprint.embedding_bytes - divided_lookups
         is_one_host = len({rank.host for rank in ranks}) == 1
         return cls(
             footprint=footprint,
@@ -221,6 +224,8 @@ class TensorSpeed:
             rates=Rates.of(ranks),
             link=LOOPBACK if is_one_host else request.link,
             read_whole=max(0, tensor.replicated_bytes - looked_up - (asleep - mlp_asleep)),
+            read_by_leader=tensor.leader_bytes,
+            read_divided=tensor.vocabulary_read_bytes,
             mlp_active=tensor.mlp_bytes - mlp_asleep,
             cache_bytes=sum(_cache_bytes(layer, context) for layer in footprint.layers),
             constant_ns=sum(_constant_ns(layer) for layer in footprint.layers),
@@ -231,9 +236,11 @@ class TensorSpeed:
         """One token on the slowest rank, without what travels."""
         tensor = self.footprint.tensor
         attention, mlp = shares(tensor.attention_units, weights), shares(tensor.mlp_units, weights)
-        slowest = 0
+        slowest, total = 0, sum(weights)
         for index, rank in enumerate(self.ranks):
-            read = self.read_whole + _part(self.mlp_active, mlp[index], tensor.mlp_units)
+            read = self.read_whole + (0 if index else self.read_by_leader)
+            read += _part(self.read_divided, weights[index], total)
+            read += _part(self.mlp_active, mlp[index], tensor.mlp_units)
             read += _part(tensor.attention_bytes + self.cache_bytes, attention[index], tensor.attention_units)
             if not tensor.attention_units:
                 read += self.cache_bytes
@@ -242,10 +249,20 @@ class TensorSpeed:
         return slowest + self.constant_ns
 
     def sums_ns(self) -> int:
-        """Two sums a layer for one token, over the link; 0 when it is unknown."""
+        """For one token over the link: two sums a layer, one for each divided lookup, and the gathering of
+        logits; 0 when it is unknown."""
         if self.link is None:
             return 0
-        return 2 * self.footprint.num_layers * (self.link.small_sum_ns(len(self.ranks)) + self._travel_ns())
+        num_ranks, logits = len(self.ranks), self.footprint.tensor.logits_bytes
+        small = self.link.small_sum_ns(num_ranks)
+        sums = self._num_sums() * (small + self._travel_ns())
+        if not logits:
+            return sums
+        # Around the ring every rank's part passes every link but one.
+        return sums + small + (num_ranks - 1) * logits * NANOSECONDS // (num_ranks * self.link.bandwidth)
+
+    def _num_sums(self) -> int:
+        return 2 * self.footprint.num_layers + self.footprint.tensor.num_lookups
 
     def _travel_ns(self) -> int:
         """One token's part in one sum, beyond a small message's time."""
@@ -265,8 +282,8 @@ class TensorSpeed:
                 2 * self.parameters * weight * NANOSECONDS * rank.slots // (total * rate)
                 for weight, rank, rate in zip(weights, self.ranks, self.rates.matrix, strict=True)
             )
-            small = 2 * self.footprint.num_layers * self.link.small_sum_ns(len(self.ranks)) // CHUNK_TOKENS
-            prefill = slowest + small + 2 * self.footprint.num_layers * self._travel_ns()
+            small = self._num_sums() * self.link.small_sum_ns(len(self.ranks)) // CHUNK_TOKENS
+            prefill = slowest + small + self._num_sums() * self._travel_ns()
         return Prediction(
             decode_ns=max(1, self.step_ns(weights) + sums), prefill_ns=prefill, exchange_ns=sums
         )

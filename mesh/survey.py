@@ -8,7 +8,7 @@ import msgspec
 
 from mlx_mesh.mesh.capacity import HostCapacity, PlacementRequest, ranks_of
 from mlx_mesh.mesh.errors import PlacementError
-from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.footprint import WORTH_DIVIDING, ModelFootprint
 from mlx_mesh.mesh.memory import ModelMemory, format_bytes
 from mlx_mesh.mesh.placement import PlanRow, plan_placement, plan_rows, predict
 from mlx_mesh.mesh.types import Sharding
@@ -232,6 +232,8 @@ def _notes(footprint: ModelFootprint, request: PlacementRequest) -> tuple[str, .
         notes.append(
             f"By tensor, {format_bytes(footprint.tensor.replicated_bytes)} stay whole on every rank: {parts}."
         )
+    if not footprint.tensor.reason and footprint.tensor.divided:
+        notes.append(_vocabulary_note(footprint))
     if request.context_tokens > request.context_for(footprint):
         notes.append(
             f"The model's own context is {footprint.context_length} tokens, so no more than that is planned."
@@ -239,3 +241,17 @@ def _notes(footprint: ModelFootprint, request: PlacementRequest) -> tuple[str, .
     if request.link is not None and request.link.caveat and not request.link.is_measured:
         notes.append(f"Link {request.link.name}: {request.link.caveat}.")
     return tuple(notes)
+
+
+def _vocabulary_note(footprint: ModelFootprint) -> str:
+    """Whether embedding and output head are divided by tensor, and by which rule."""
+    divided = footprint.tensor.vocabulary_bytes
+    whole = footprint.weights_bytes
+    rule = f"from {100 // WORTH_DIVIDING} % of the model on"
+    if not divided:
+        return f"By tensor, embedding and output head stay whole: they are divided by vocabulary {rule}."
+    return (
+        f"By tensor, {format_bytes(divided)} of embedding and output head ({100 * divided / whole:.1f} % of "
+        f"the model) are divided by vocabulary, {rule}; the leader gathers "
+        f"{footprint.tensor.logits_bytes / 1e6:.1f} MB of logits a token."
+    )

@@ -84,16 +84,24 @@ class Division(msgspec.Struct, frozen=True):
 
 
 class DividedBytes(msgspec.Struct, frozen=True):
-    """Parameters that are cut alike, `times` of them: each element of `layout` weighs `bytes_per_element`."""
+    """Parameters that are cut alike, `times` of them: each element of `layout` weighs `bytes_per_element`.
+    `is_leaders`: not cut, but rank 0 alone keeps them (biases that may count only once)."""
 
     division: Division
     layout: Layout
     bytes_per_element: int
     times: int = 1
+    is_leaders: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.times * self.bytes_per_element * size_of(self.layout)
 
     def of_rank(self, weights: Sequence[int], rank: int) -> int:
         """Bytes that one rank holds; all of them when there are too many ranks to cut."""
         if not self.division.can_serve(len(weights)):
-            return self.times * self.bytes_per_element * size_of(self.layout)
+            return self.total
+        if self.is_leaders:
+            return 0 if rank else self.total
         start, stop = self.division.share(weights, rank)
         return self.times * self.bytes_per_element * count_of(self.layout, start, stop)

@@ -34,6 +34,7 @@ from mlx_mesh.node.engine.rehearsal import Rehearsal
 from mlx_mesh.node.engine.rules import Proposal, Unit, gathered
 from mlx_mesh.node.engine.small import small_configs
 from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
+from mlx_mesh.node.engine.vocabulary import vocabulary_units
 from mlx_mesh.node.hub import cache_root
 
 _TENSOR_TOLERANCE = 1e-2  # float32 noise can grow in a random model; a wrong division is off by much more
@@ -50,6 +51,7 @@ _SOURCES = (
     "sums",
     "tensor",
     "trace",
+    "vocabulary",
 )
 
 
@@ -62,10 +64,11 @@ class Certificate:
     refusals: tuple[str, ...] = ()
     bad_cuts: tuple[int, ...] = ()
     note: str = ""
+    vocabulary: tuple[Unit, ...] = ()
 
     @property
     def proposal(self) -> Proposal:
-        return Proposal(list(self.units), list(self.refusals))
+        return Proposal(list(self.units), list(self.refusals), list(self.vocabulary))
 
 
 def certify(lazy: LazyModel, trace: ModelTrace | None, cache_folder: Path | None = None) -> Certificate:
@@ -114,7 +117,13 @@ def _certify(lazy: LazyModel, trace: ModelTrace | None) -> Certificate:
     small_lazy = small()
     small_trace = _trace_or_none(small_lazy)
     own = divisible_units(small_lazy, small_trace)
-    if own.units and (gap := _tensor_gap(small, own, reference)) > _TENSOR_TOLERANCE:
+    own.vocabulary = vocabulary_units(small_lazy, small_trace, [unit.path for unit in proposal.vocabulary])
+    gap = _tensor_gap(small, own, reference) if own.units else 0.0
+    if gap > _TENSOR_TOLERANCE and own.vocabulary:
+        own.vocabulary, proposal.vocabulary = [], []
+        notes.append(f"divided by vocabulary the whole model differs by {gap:.1g}")
+        gap = _tensor_gap(small, own, reference)
+    if gap > _TENSOR_TOLERANCE:
         notes.append(f"divided by heads and columns the whole model differs by {gap:.1g}")
         by_linear = Proposal(_gathered_only(small_lazy))
         if _tensor_gap(small, by_linear, reference) > _TENSOR_TOLERANCE:
@@ -123,7 +132,7 @@ def _certify(lazy: LazyModel, trace: ModelTrace | None) -> Certificate:
         else:
             units = tuple(_gathered_only(lazy))
             refusals.append("layers.0.mixers: the whole model differs when they are divided by heads")
-    return Certificate(units, tuple(refusals), bad_cuts, "; ".join(notes))
+    return Certificate(units, tuple(refusals), bad_cuts, "; ".join(notes), tuple(proposal.vocabulary))
 
 
 def _gathered_only(lazy: LazyModel) -> list[Unit]:

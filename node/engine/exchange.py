@@ -28,6 +28,12 @@ class Exchange(Protocol):
         """Sum over all ranks; `x` has one shape on all of them."""
         ...
 
+    def all_gather(self, x: Array) -> Array:
+        """(world_size, *x.shape): every rank's `x`, which has one shape on all of them. It comes after the
+        operations before it, but none after it waits for it: ranks evaluate it all or not at all, at the same
+        point of their program."""
+        ...
+
     def broadcast_ids(self, ids: Array | None, num_rows: int, after: list[Array]) -> Array:
         """The leader's `ids` (num_rows,) uint32 on every rank; followers pass None. `after`: arrays whose
         collectives come first on this rank (its forward's output)."""

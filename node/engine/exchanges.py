@@ -37,6 +37,9 @@ class SoloExchange:
     def all_sum(self, x: Array) -> Array:
         return x
 
+    def all_gather(self, x: Array) -> Array:
+        return x[None]
+
     def broadcast_ids(self, ids: Array | None, num_rows: int, after: list[Array]) -> Array:
         assert ids is not None
         return ids
@@ -57,6 +60,10 @@ class _GroupExchange:
 
     def all_sum(self, x: Array) -> Array:
         return self._note(mx.distributed.all_sum(self._after(x), group=self._group, stream=self._stream))
+
+    def all_gather(self, x: Array) -> Array:
+        # Not noted: of a prefill's logits nobody needs any, and then nobody computes or sends them.
+        return mx.distributed.all_gather(self._after(x)[None], group=self._group, stream=self._stream)
 
     def broadcast_ids(self, ids: Array | None, num_rows: int, after: list[Array]) -> Array:
         x = mx.zeros((num_rows,), mx.uint32) if ids is None else ids

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import mlx.core as mx
 import msgspec
 from mlx.utils import tree_flatten
 
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
-from mlx_mesh.mesh.tensor_units import DividedBytes, size_of
+from mlx_mesh.mesh.tensor_units import DividedBytes
 from mlx_mesh.node.engine.certificate import certify
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.probe import divisible_units, why_undivided
-from mlx_mesh.node.engine.rules import Proposal, module_at
+from mlx_mesh.node.engine.rules import Proposal, Unit, base_of, module_at
 from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
+from mlx_mesh.node.engine.vocabulary import gives_logits, is_looked_up
 
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
 
@@ -103,7 +105,7 @@ def _measure(
         hidden_bytes_per_token=hidden,
         context_length=_context_length(lazy.config),
         vocab_size=vocabulary,
-        tensor=_tensor(lazy, trace, proposal, sum(layer_bytes) + embedding + head),
+        tensor=_tensor(lazy, trace, proposal, sum(layer_bytes) + embedding + head, head),
     )
 
 
@@ -158,7 +160,9 @@ def _context_length(config: dict[str, Any]) -> int:
     return 0
 
 
-def _tensor(lazy: LazyModel, trace: ModelTrace | None, proposal: Proposal, all_bytes: int) -> TensorFootprint:
+def _tensor(
+    lazy: LazyModel, trace: ModelTrace | None, proposal: Proposal, all_bytes: int, head_bytes: int
+) -> TensorFootprint:
     """The most ranks are those of the layer that divides least, so that every layer is divided that far."""
     divided: dict[DividedBytes, int] = {}
     sums = {"attention": 0, "mlp": 0}
@@ -166,13 +170,17 @@ def _tensor(lazy: LazyModel, trace: ModelTrace | None, proposal: Proposal, all_b
     kv_groups: dict[int, int] = {}
     for unit in proposal.units:
         kind = "attention" if unit.kind == "attention" else "mlp"
-        for part in bytes_of_unit(module_at(lazy.layers[unit.layer], unit.path), unit):
+        for part in _parts(lazy.layers[unit.layer], unit):
             divided[part] = divided.get(part, 0) + 1
-            sums[kind] += part.bytes_per_element * size_of(part.layout)
+            sums[kind] += part.total
         ranks = max(len(unit.division.edges), len(unit.division.fine_edges)) - 1
         most[kind] = min(most.get(kind, ranks), ranks)
         if kind == "attention":
             kv_groups[unit.layer] = unit.num_units
+    vocabulary = [part for unit in proposal.vocabulary for part in _parts(lazy.model, unit)]
+    heads = [unit for unit in proposal.vocabulary if trace and gives_logits(unit, trace)]
+    in_vocabulary = sum(part.total for part in vocabulary)
+    leader = 0 if heads or trace is None else head_bytes
     with_state = [layer for layer, cache in enumerate(trace.caches if trace else ()) if cache.bytes_per_token]
     is_kv_divided = bool(kv_groups) and all(layer in kv_groups for layer in with_state)
     return TensorFootprint(
@@ -180,13 +188,33 @@ def _tensor(lazy: LazyModel, trace: ModelTrace | None, proposal: Proposal, all_b
         attention_bytes=sums["attention"],
         mlp_units=most.get("mlp", 0),
         mlp_bytes=sums["mlp"],
-        replicated_bytes=all_bytes - sums["attention"] - sums["mlp"],
+        replicated_bytes=all_bytes - sums["attention"] - sums["mlp"] - in_vocabulary - leader,
         reason="" if most else why_undivided(proposal),
         replicated_parts=_short(proposal.refusals),
-        divided=tuple(msgspec.structs.replace(part, times=times) for part, times in divided.items()),
+        divided=(
+            *(msgspec.structs.replace(part, times=times) for part, times in divided.items()),
+            *vocabulary,
+        ),
         kv_groups=min(kv_groups.values()) if is_kv_divided else 0,
         sums_per_token=sum(unit.num_collectives for unit in proposal.units),
+        leader_bytes=leader,
+        vocabulary_bytes=in_vocabulary,
+        vocabulary_read_bytes=sum(part.total for unit in heads for part in _parts(lazy.model, unit)),
+        num_lookups=sum(is_looked_up(unit, trace) for unit in proposal.vocabulary) if trace else 0,
+        logits_bytes=sum(_logits_bytes(lazy.model, unit) for unit in heads),
     )
+
+
+def _parts(root: Any, unit: Unit) -> list[DividedBytes]:
+    return bytes_of_unit(module_at(root, unit.path), unit)
+
+
+def _logits_bytes(model: Any, unit: Unit) -> int:
+    """Of one token; logits have the type of the head's numbers."""
+    head = base_of(module_at(model, unit.path))
+    numbers = head.get("scales", head["weight"])
+    itemsize = numbers.dtype.size if mx.issubdtype(numbers.dtype, mx.floating) else 2
+    return int(head["weight"].shape[0] * itemsize)
 
 
 def _short(refusals: list[str]) -> tuple[str, ...]:

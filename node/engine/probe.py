@@ -41,6 +41,7 @@ from mlx_mesh.node.engine.rules_mixers import mixer_units
 from mlx_mesh.node.engine.rules_mlp import block_units, mlp_units
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import ModelTrace
+from mlx_mesh.node.engine.vocabulary import vocabulary_units
 
 _NARROW = 20  # hidden size of the copies of wide models, which no other size of a model is
 _WIDE = 512  # narrower ones keep their size
@@ -91,6 +92,7 @@ def divisible_units(lazy: LazyModel, trace: ModelTrace | None) -> Proposal:
                     kept.refusals.append(f"layers.{index}.{path}: {reason}")
         own += gathered(index, layer, own)
         kept.units += own
+    kept.vocabulary = vocabulary_units(lazy, trace)  # right by construction; only a whole model can tell more
     return kept
 
 
@@ -237,6 +239,9 @@ class _KnownSums:
         if self.num_sums > len(self.totals):
             raise _Reached(x)
         return self.totals[self.num_sums - 1]
+
+    def all_gather(self, x: Any) -> Any:
+        raise NotImplementedError
 
     def send(self, x: Any, to: int) -> Any:
         raise NotImplementedError

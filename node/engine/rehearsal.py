@@ -87,5 +87,10 @@ class RehearsedExchange:
             total = total + parts[rank]
         return mx.stop_gradient(total)
 
+    def all_gather(self, x: Any) -> Any:
+        whole = mx.zeros((self.world_size, *x.shape), x.dtype)
+        whole[self.rank] = x
+        return self.all_sum(whole)
+
     def broadcast_ids(self, ids: Any, num_rows: int, after: list[Any]) -> Any:
         return self.all_sum(mx.zeros((num_rows,), mx.uint32) if ids is None else ids)

@@ -22,7 +22,7 @@ from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from mlx_mesh.mesh.tensor_units import Division, Layout, Segment
 
-UnitKind = Literal["attention", "mlp", "gathered"]
+UnitKind = Literal["attention", "mlp", "gathered", "vocabulary"]
 """`attention` stands for every mixer with heads or channels, whose state is divided too."""
 
 
@@ -60,8 +60,9 @@ class WideNorm:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A divisible part of one layer. `sums` are the modules inside whose outputs add up over the ranks, ''
-    the unit's own; of `gathered` ones the outputs are put together instead."""
+    """A divisible part of one layer, or (layer -1) of what is outside the layers. `sums` are the modules
+    inside whose outputs add up over the ranks, '' the unit's own; of `gathered` ones the outputs are put
+    together instead."""
 
     layer: int
     path: str  # module path inside the layer
@@ -90,10 +91,15 @@ class Proposal:
 
     units: list[Unit] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)  # "layers.0.self_attn: reason"
+    vocabulary: list[Unit] = field(default_factory=list)  # embeddings and output heads
 
     def for_ranks(self, num_ranks: int) -> list[Unit]:
         """The units with work for every rank; the others stay whole on every rank."""
         return [unit for unit in self.units if unit.division.can_serve(num_ranks)]
+
+    def vocabulary_for(self, num_ranks: int) -> list[Unit]:
+        """The same of what is divided by vocabulary."""
+        return [unit for unit in self.vocabulary if unit.division.can_serve(num_ranks)]
 
 
 # ------------------------------------------------------------ linears

@@ -28,6 +28,7 @@ from mlx_mesh.node.engine.probe import divisible_units, take_ranges, why_undivid
 from mlx_mesh.node.engine.rules import Proposal, Unit
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
+from mlx_mesh.node.engine.vocabulary import gives_logits
 
 OnProgress = Callable[[int, int], None]
 OnLayer = Callable[[int], None]
@@ -103,9 +104,11 @@ def check_cuts(shard: LoadedShard, exchange: Exchange) -> None:
 
 @dataclass(slots=True, eq=False)
 class _WholeForward:
-    """All layers run here; followers of a tensor mesh have no use for the logits."""
+    """All layers run here. Followers of a tensor mesh have no use for the logits, but where the head is
+    divided they make some of them."""
 
     has_logits: bool
+    makes_logits: bool
     on_layer: OnLayer | None
 
     def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,7 +116,8 @@ class _WholeForward:
         if self.has_logits:
             return out
         tokens = next(x for x in (*args, *kwargs.values()) if isinstance(x, mx.array) and x.ndim >= 2)
-        return mx.zeros((*tokens.shape[:2], 1))
+        nothing = mx.zeros((*tokens.shape[:2], 1))
+        return mx.depends([nothing], [out])[0] if self.makes_logits else nothing
 
     def call_layer(
         self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -131,7 +135,7 @@ def _load_whole(lazy: LazyModel, on_progress: OnProgress, on_layer: OnLayer | No
         on_progress(done, total)
     loading.rest(array for _, array in tree_flatten(lazy.model.parameters()))
     on_progress(total, total)
-    hook_model(lazy.model, lazy.layers, _WholeForward(True, on_layer))
+    hook_model(lazy.model, lazy.layers, _WholeForward(True, True, on_layer))
     return LoadedShard(
         lazy.model, lazy.config, Sharding.NONE, loading.total, len(lazy.layers), tuple(loading.layers)
     )
@@ -192,8 +196,10 @@ def _load_slices(
             f"{lazy.folder} cannot be divided over {len(weights)} ranks by tensor sharding: "
             f"{why_undivided(proposal)}. Use pipeline sharding."
         )
+    vocabulary = proposal.vocabulary_for(len(weights))
+    makes_logits = rank == 0 or any(trace and gives_logits(unit, trace) for unit in vocabulary)
     prefixes = {id(module): name for name, module in lazy.model.named_modules()}
-    wanted = _parameters_outside_layers(lazy, trace, has_logits=rank == 0)
+    wanted = _parameters_outside_layers(lazy, trace, makes_logits)
     loading = _Loading()
     total = len(lazy.layers) + 1
     with RangeReader() as reader:
@@ -211,9 +217,10 @@ def _load_slices(
             divide_layer(layer, prefixes[id(layer)], own, weights, exchange, slicer)
             loading.layer(layer)
             on_progress(index + 1, total)
+        divide_layer(lazy.model, "", vocabulary, weights, exchange, slicer)
     loading.rest(array for path, array in tree_flatten(lazy.model.parameters()) if path in wanted)
     on_progress(total, total)
-    hook_model(lazy.model, lazy.layers, _WholeForward(rank == 0, on_layer))
+    hook_model(lazy.model, lazy.layers, _WholeForward(rank == 0, makes_logits, on_layer))
     return LoadedShard(
         lazy.model,
         lazy.config,
@@ -242,11 +249,13 @@ def _trace_or_none(lazy: LazyModel) -> ModelTrace | None:
         return None
 
 
-def _parameters_outside_layers(lazy: LazyModel, trace: ModelTrace | None, has_logits: bool) -> set[str]:
+def _parameters_outside_layers(lazy: LazyModel, trace: ModelTrace | None, makes_logits: bool) -> set[str]:
     """Paths of the parameters outside the layers that the forward uses: all when it cannot be traced."""
     if trace is None:
         return {path for path, _ in tree_flatten(lazy.model.parameters())}
-    return {path for call, paths in trace.parameters.items() if has_logits or call != TAIL for path in paths}
+    return {
+        path for call, paths in trace.parameters.items() if makes_logits or call != TAIL for path in paths
+    }
 
 
 class _Loading:

@@ -92,7 +92,8 @@ class _Widening:
 _mixed_classes: dict[tuple[type, type], type] = {}
 
 
-def _mix(module: Any, mixin: type, exchange: Exchange) -> None:
+def mix(module: Any, mixin: type, exchange: Exchange) -> None:
+    """Put `mixin` before the module's own class."""
     cls = type(module)
     if (cls, mixin) not in _mixed_classes:
         _mixed_classes[cls, mixin] = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
@@ -108,13 +109,13 @@ def sum_outputs(module: Any, exchange: Exchange) -> None:
             module["summed_bias"] = base.pop("bias")
         elif "bias" in base and exchange.rank > 0:
             base.pop("bias")  # one row per expert, chosen inside the call: rank 0 adds it
-    _mix(module, _Summing, exchange)
+    mix(module, _Summing, exchange)
 
 
 def gather_outputs(linear: Any, total: int, start: int, exchange: Exchange) -> None:
     """The linear has the outputs from `start` on of `total`, and gives all of them from now on."""
     linear._mesh_span = _Span(start, total)
-    _mix(linear, _Gathering, exchange)
+    mix(linear, _Gathering, exchange)
 
 
 def widen_norm(norm: Any, held: Sequence[Sequence[Range]], sums_squares: bool, exchange: Exchange) -> None:
@@ -133,4 +134,4 @@ def widen_norm(norm: Any, held: Sequence[Sequence[Range]], sums_squares: bool, e
         None if all(speaks) else mx.array(speaks).astype(mx.float32),
         total,
     )
-    _mix(norm, _SquareSumming if sums_squares else _Widening, exchange)
+    mix(norm, _SquareSumming if sums_squares else _Widening, exchange)

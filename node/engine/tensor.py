@@ -17,6 +17,7 @@ from mlx_mesh.mesh.tensor_units import DividedBytes, Layout, Range, Segment, cou
 from mlx_mesh.node.engine.exchange import Exchange
 from mlx_mesh.node.engine.rules import Cut, Unit, base_of, dims_of, is_linear, module_at, own_arrays
 from mlx_mesh.node.engine.sums import gather_outputs, sum_outputs, widen_norm
+from mlx_mesh.node.engine.vocabulary import spread_vocabulary
 
 Slicer = Callable[[str, Any, int, Sequence[Range]], Any]
 """(parameter path, array, axis, [start, stop) ranges) -> those parts joined, evaluated or lazy."""
@@ -86,7 +87,11 @@ def _adapter_slices(cut: Cut, linear: Any, outputs: int, inputs: int) -> Iterato
 
 def bytes_of_unit(module: Any, unit: Unit) -> list[DividedBytes]:
     """The divided parameters of a unit by how they are cut; nothing is read."""
-    found = []
+    found = [
+        DividedBytes(unit.division, (Segment(bias.size),), bias.nbytes // bias.size, is_leaders=True)
+        for cut in unit.cuts
+        if (bias := _bias_of_one(module, unit, cut)) is not None
+    ]
     for part in slices_of(module, unit):
         array = module_at(module, part.owner)[part.parameter]
         up, down = part.scale
@@ -120,7 +125,8 @@ def divide_layer(
     exchange: Exchange,
     slicer: Slicer,
 ) -> None:
-    """Turn a whole layer into this rank's share. `prefix` is the layer's path in the model's parameters."""
+    """Turn a whole layer (or for vocabulary units the model) into this rank's share. `prefix` is the layer's
+    path in the model's parameters."""
     for unit in units:
         module = module_at(layer, unit.path)
         share = unit.division.share(weights, exchange.rank)
@@ -146,6 +152,15 @@ def _set_attribute(target: Any, name: str, value: int) -> None:
     setattr(target, name, value)
 
 
+def _bias_of_one(module: Any, unit: Unit, cut: Cut) -> Any | None:
+    """The bias of a row-parallel linear that only rank 0 may add: where the sum comes after other things (the
+    whole block is summed, or the bias is chosen inside the call)."""
+    if cut.side != "columns":
+        return None
+    bias = base_of(module_at(module, cut.path)).get("bias")
+    return None if bias is None or (cut.path in unit.sums and bias.ndim == 1) else bias
+
+
 def _join(module: Any, unit: Unit, share: Range, weights: Sequence[int], exchange: Exchange) -> None:
     for path in unit.sums:
         sum_outputs(module_at(module, path), exchange)
@@ -154,6 +169,9 @@ def _join(module: Any, unit: Unit, share: Range, weights: Sequence[int], exchang
         if cut.side == "columns" and cut.path not in unit.sums and exchange.rank > 0:
             base_of(module_at(module, cut.path)).pop("bias", None)
     shares = [unit.division.share(weights, rank) for rank in range(exchange.world_size)]
+    if unit.kind == "vocabulary":
+        spread_vocabulary(module, shares, exchange)
+        return
     for norm in unit.norms:
         held = [ranges_of(norm.layout, *each) for each in shares]
         widen_norm(module_at(module, norm.path), held, norm.sums_squares, exchange)

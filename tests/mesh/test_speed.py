@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -281,6 +282,32 @@ def test_no_other_tensor_split_is_five_percent_faster(
         return
     own = speed.step_ns([shard.weight for shard in placement.shards])
     assert not fitting or own <= min(fitting) * 1.05
+
+
+def test_a_divided_head_is_read_in_parts_and_its_logits_travel() -> None:
+    whole = model(40, GB)
+    tensor = whole.tensor
+    on_leader = msgspec.structs.replace(tensor, replicated_bytes=GB, leader_bytes=GB)
+    divided = msgspec.structs.replace(
+        tensor,
+        replicated_bytes=0,
+        vocabulary_bytes=2 * GB,
+        vocabulary_read_bytes=GB,
+        num_lookups=1,
+        logits_bytes=10**6,
+    )
+    ranks = ranks_of([mac("a", "M4 Max", 128), mac("b", "M4 Max", 128)])
+    steps, sums = [], []
+    for parts in (tensor, on_leader, divided):
+        footprint = msgspec.structs.replace(whole, tensor=parts)
+        speed = TensorSpeed.of(footprint, ranks, PlacementRequest(link=LINK))
+        steps.append(speed.step_ns([1, 1]))
+        sums.append(speed.sums_ns())
+    half_a_head = GB // 2 * 10**9 // ranks[0].memory_rate
+    assert steps[0] == steps[1] and abs(steps[0] - steps[2] - half_a_head) < 1000
+    assert sums[0] == sums[1]
+    gather = LINK.small_sum_ns(2) + 10**6 // 2 * 10**9 // LINK.bandwidth
+    assert abs(sums[2] - sums[0] * 81 // 80 - gather) < 1000
 
 
 def test_a_plan_for_eight_unequal_hosts_and_a_hundred_layers_takes_under_two_seconds() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from mlx_mesh.mesh.capacity import HostCapacity, PlacementRequest
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
 from mlx_mesh.mesh.links import LINKS
@@ -15,6 +17,7 @@ from mlx_mesh.mesh.measurements import (
     slowest_link,
 )
 from mlx_mesh.mesh.survey import Survey, hosts_that_hold_all, survey
+from mlx_mesh.mesh.tensor_units import DividedBytes, Division, Segment
 from mlx_mesh.mesh.types import Backend, HostFacts, Sharding, Versions
 
 GB = 10**9
@@ -175,3 +178,19 @@ def test_newer_measurements_replace_older_ones_of_the_same_host() -> None:
     old = Measurements(hosts={"a": HostMeasurement(memory_rate=1, matrix_rate=1)})
     new = Measurements(hosts={"a": HostMeasurement(memory_rate=2, matrix_rate=2)})
     assert old.merged(new).hosts["a"].memory_rate == 2
+
+
+def test_the_rule_for_the_vocabulary_is_said_with_its_numbers() -> None:
+    def notes(vocabulary_bytes: int) -> str:
+        halves = Division(tuple(range(101)))
+        divided = (DividedBytes(halves, (Segment(100, 1),), 40 * GB // 100),)
+        plain = model()
+        tensor = msgspec.structs.replace(
+            plain.tensor, divided=divided, vocabulary_bytes=vocabulary_bytes, logits_bytes=256_000
+        )
+        footprint = msgspec.structs.replace(plain, tensor=tensor)
+        return " ".join(survey(footprint, hosts(64, 64), PlacementRequest()).notes)
+
+    assert "2.0 GB of embedding and output head (4.8 % of the model) are divided" in notes(2 * GB)
+    assert "from 1 % of the model on; the leader gathers 0.3 MB of logits a token" in notes(2 * GB)
+    assert "embedding and output head stay whole" in notes(0)

@@ -105,6 +105,11 @@ class SimulatedExchange:
             total = total + parts[rank]
         return mx.stop_gradient(total)
 
+    def all_gather(self, x: Any) -> Any:
+        whole = mx.zeros((self.world_size, *x.shape), x.dtype)
+        whole[self.rank] = x
+        return self.all_sum(whole)
+
     def broadcast_ids(self, ids: Any, num_rows: int, after: list[Any]) -> Any:
         mine = mx.zeros((num_rows,), dtype=mx.uint32) if ids is None else ids.astype(mx.uint32)
         return self.all_sum(mine)

@@ -113,14 +113,13 @@ def ignore_progress(done: int, total: int) -> None:
 
 
 def forward(model: Any, num_decoded: int = 5) -> list[Any]:
-    """Logits of a prefill in two chunks (12 and 7 tokens) and some decode steps, with a cache."""
+    """Logits of a prefill in three chunks (9, 3 and 7 tokens) and some decode steps, with a cache."""
     cache = make_prompt_cache(model)
     tokens = (mx.arange(24) * 37 + 11) % 97
-    outputs = [model(tokens[None, :12], cache=cache), model(tokens[None, 12:19], cache=cache)]
-    for i in range(num_decoded):
-        outputs.append(model(tokens[None, 19 + i : 20 + i], cache=cache))
+    outputs = []
+    for start, stop in ((0, 9), (9, 12), (12, 19), *((19 + i, 20 + i) for i in range(num_decoded))):
+        outputs.append(model(tokens[None, start:stop], cache=cache))
         mx.eval(outputs[-1])
-    mx.eval(outputs)
     return outputs
 
 
