@@ -37,6 +37,9 @@ class CountingGeneration:
     rows: dict[str, int] = field(default_factory=dict)
     vocab_size: int = 320
     kv_tokens: int = 0
+    longest_row: int = 0
+    prompt_steps: int = 0  # that each row takes before its first token
+    steps_of: dict[str, int] = field(default_factory=dict)
 
     def prompt_tokens_after(self, plan: StepPlan) -> int:
         return sum(len(admission.prompt_ids) for admission in plan.admit)
@@ -52,12 +55,16 @@ class CountingGeneration:
             if request_of is not None:
                 assert request_of(admission.id).id == admission.id
             self.rows[admission.id] = admission.max_tokens
+            self.steps_of[admission.id] = 0
         self.log.append(f"apply {plan.step}")
 
     def step(self) -> list[Produced]:
         self.log.append("step")
         produced = []
         for request_id in list(self.rows):
+            self.steps_of[request_id] += 1
+            if self.steps_of[request_id] <= self.prompt_steps:
+                continue
             self.rows[request_id] -= 1
             is_over = self.rows[request_id] == 0
             produced.append(Produced(request_id, 100, "length" if is_over else None))
@@ -100,10 +107,12 @@ class Stage:
         return self.log
 
 
-def make_stage(plans_ahead: int, engine: socket.socket, agent: socket.socket) -> Stage:
+def make_stage(
+    plans_ahead: int, engine: socket.socket, agent: socket.socket, max_sequences: int = 4
+) -> Stage:
     log: list[str] = []
     generation = CountingGeneration(log)
-    scheduler = Scheduler(1, max_sequences=4)
+    scheduler = Scheduler(1, max_sequences=max_sequences)
     reporter = Reporter(BlockingPipe(engine, msgspec.msgpack.Decoder(EngineCommand)))
     stage = Stage(
         log,
@@ -159,6 +168,45 @@ def test_a_stop_in_the_middle_first_does_the_steps_that_followers_know_of(socket
     stage.leader.run(stage)
     tail = stage.log[stage.log.index("apply 1") :]
     assert tail == ["apply 1", "step", "apply 2", "step", "apply 3", "step", "publish stop", "close"]
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("moment", ["queue", "prefill", "decode"])
+def test_a_cancel_ends_a_row_after_the_plans_that_are_under_way(
+    sockets: Any, plans_ahead: int, moment: str
+) -> None:
+    """No step more with one rank, one with two, and one less than the ranks of a pipeline."""
+    stage = make_stage(plans_ahead, *sockets, max_sequences=1)
+    generation = stage.generation
+    generation.prompt_steps = 6
+    steps_before: list[int] = []
+    others = [submit("before", 30)] if moment == "queue" else []
+    commands: list[EngineCommand] = [*others, submit("a", 100)]
+
+    def poll() -> EngineCommand | None:
+        if commands:
+            return commands.pop(0)
+        at = {"queue": generation.steps_of.get("before", 0), "prefill": 3, "decode": 9}[moment]
+        is_there = at > 2 if moment == "queue" else generation.steps_of.get("a", 0) == at
+        if not steps_before and is_there:
+            steps_before.append(generation.steps_of.get("a", 0))
+            return Cancel(id="a")
+        return StopEngine() if steps_before and not generation.rows else None
+
+    stage.poll = poll  # type: ignore[method-assign]
+    stage.next = lambda: poll() or StopEngine()  # type: ignore[method-assign]
+    stage.leader.run(stage)
+    if moment == "queue":
+        assert "a" not in generation.steps_of
+        assert generation.steps_of["before"] == 36, "the row before it goes on"
+    else:
+        assert generation.steps_of["a"] - steps_before[0] == plans_ahead
+    ends = []
+    while len(ends) < 1 + len(others):
+        report = stage.agent.receive()
+        assert isinstance(report, Tokens)
+        ends += [(chunk.id, chunk.finish_reason) for chunk in report.chunks if chunk.finish_reason]
+    assert sorted(ends) == [("a", "cancelled"), *[("before", "length") for _ in others]]
 
 
 def test_every_token_and_every_refusal_is_told(sockets: Any) -> None:
