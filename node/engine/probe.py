@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,10 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_mesh.mesh.tensor_units import Range
 from mlx_mesh.node.engine import tree
 from mlx_mesh.node.engine.caches import cache_ids
+from mlx_mesh.node.engine.exchange import Exchange
 from mlx_mesh.node.engine.hooks import Original, hook_model, unhook_model
 from mlx_mesh.node.engine.loader import LazyModel
+from mlx_mesh.node.engine.rehearsal import Rehearsal
 from mlx_mesh.node.engine.rules import (
     Proposal,
     Unit,
@@ -46,7 +49,11 @@ from mlx_mesh.node.engine.vocabulary import vocabulary_units
 _NARROW = 20  # hidden size of the copies of wide models, which no other size of a model is
 _WIDE = 512  # narrower ones keep their size
 _TOLERANCE = 1e-3  # relative; a wrong rule is off by far more, float32 rounding by far less
-_MOST_SUMS = 8
+_PLANS = ((2, 1), (2, 1, 1))
+_POOL = 1_048_573  # random numbers that large arrays repeat; a prime, so that no two rows or heads are alike
+
+
+_Verdict = tuple[Unit | None, str]
 
 
 def divisible_units(lazy: LazyModel, trace: ModelTrace | None) -> Proposal:
@@ -61,8 +68,10 @@ def divisible_units(lazy: LazyModel, trace: ModelTrace | None) -> Proposal:
         if path and not is_linear(module)
     }
     recorded = _record(lazy, modules)
-    by_form = {_form(modules[key]): call for key, call in recorded.items()}
-    verdicts: dict[Any, tuple[Unit | None, str]] = {}
+    forms = {key: _form(module) for key, module in modules.items()}
+    # An expert that no token chose is called like the others.
+    calls = {forms[key]: call for key, call in recorded.items()}
+    verdicts: dict[Any, _Verdict] = {}
     kept = Proposal()
     for index, layer in enumerate(layers):
         if any(layer is earlier for earlier in layers[:index]):
@@ -71,33 +80,21 @@ def divisible_units(lazy: LazyModel, trace: ModelTrace | None) -> Proposal:
         for path, module in modules_below(layer):
             if not path or is_linear(module) or any(_is_below(path, unit.path) for unit in own):
                 continue
-            for propose in (_mixers, _blocks, _mlps):
-                candidates, reason = propose(index, path, module)
-                if not candidates and not reason:
-                    continue
-                if candidates and candidates[0].kind == "attention" and sharing:
-                    candidates, reason = [], sharing
-                if candidates:
-                    unit, reason = _choose(
-                        # An expert that no token chose is called like the others.
-                        module,
-                        candidates,
-                        recorded.get((index, path)) or by_form.get(_form(module)),
-                        verdicts,
-                    )
-                    if unit is not None:
-                        own.append(dataclasses.replace(unit, layer=index, path=path))
-                        break
-                if propose is not _blocks:  # the MLPs inside a block are tried by themselves
+            form = forms[index, path]
+            for propose in (mixer_units, _blocks, _mlps):
+                key = propose, form
+                if key not in verdicts:
+                    verdicts[key] = _verdict(propose, module, calls.get(form), sharing)
+                unit, reason = verdicts[key]
+                if unit is not None:
+                    own.append(dataclasses.replace(unit, layer=index, path=path))
+                    break
+                if reason and propose is not _blocks:  # the MLPs inside a block are tried by themselves
                     kept.refusals.append(f"layers.{index}.{path}: {reason}")
         own += gathered(index, layer, own)
         kept.units += own
     kept.vocabulary = vocabulary_units(lazy, trace)  # right by construction; only a whole model can tell more
     return kept
-
-
-def _mixers(layer: int, path: str, module: Any) -> tuple[list[Unit], str]:
-    return mixer_units(layer, path, module)
 
 
 def _blocks(layer: int, path: str, module: Any) -> tuple[list[Unit], str]:
@@ -112,31 +109,31 @@ def _is_below(path: str, above: str) -> bool:
     return path == above or path.startswith(f"{above}.")
 
 
-def _choose(
-    module: Any, candidates: list[Unit], call: _Call | None, verdicts: dict[Any, tuple[Unit | None, str]]
-) -> tuple[Unit | None, str]:
-    """The first candidate that is right, or None and why the first one is wrong."""
+def _verdict(
+    propose: Callable[[int, str, Any], tuple[list[Unit], str]], module: Any, call: _Call | None, sharing: str
+) -> _Verdict:
+    """The first candidate that is right, or None and why the first one is wrong; (None, '') for a module that
+    the rule is not for."""
+    candidates, reason = propose(0, "", module)
+    if not candidates:
+        return None, reason
+    if candidates[0].kind == "attention" and sharing:
+        return None, sharing
     if call is None:
         return None, "the model does not call it as a whole"
-    key = _signature(module, candidates)
-    if key not in verdicts:
-        reasons = []
-        chosen = None
-        for unit in candidates:
-            if not unit.division.can_serve(2):
-                reasons.append("it has only one part")
-            elif any(
-                cut.side == "columns" and isinstance(module_at(module, cut.path), DoRALinear)
-                for cut in unit.cuts
-            ):
-                reasons.append("its DoRA adapter needs all inputs of a linear at once")
-            elif reason := _try(module, unit, call):
-                reasons.append(reason)
-            else:
-                chosen = unit
-                break
-        verdicts[key] = chosen, "" if chosen else reasons[0]
-    return verdicts[key]
+    reasons = []
+    for unit in candidates:
+        if not unit.division.can_serve(2):
+            reasons.append("it has only one part")
+        elif any(
+            cut.side == "columns" and isinstance(module_at(module, cut.path), DoRALinear) for cut in unit.cuts
+        ):
+            reasons.append("its DoRA adapter needs all inputs of a linear at once")
+        elif reason := _try(module, unit, call):
+            reasons.append(reason)
+        else:
+            return unit, ""
+    return None, reasons[0]
 
 
 def why_undivided(proposal: Proposal) -> str:
@@ -195,12 +192,8 @@ def _record(lazy: LazyModel, modules: dict[tuple[int, str], Any]) -> dict[tuple[
     return {key: recorder.calls[i] for i, key in enumerate(with_parameters) if i in recorder.calls}
 
 
-def _signature(module: Any, candidates: list[Unit]) -> Any:
-    """Equal for modules on which the rules do the same."""
-    return _form(module), dataclasses.replace(candidates[0], layer=0, path="")
-
-
 def _form(module: Any) -> Any:
+    """Equal for modules on which the rules do the same."""
     scalars = tuple(
         (path, name, value)
         for path, part in modules_below(module)
@@ -218,41 +211,6 @@ def _shapes(module: Any) -> tuple[Any, ...]:
 # ------------------------------------------------------------ whole against shares
 
 
-class _Reached(Exception):
-    """Carries a rank's part of a sum out of its forward."""
-
-    def __init__(self, partial: Any) -> None:
-        self.partial = partial
-
-
-@dataclass(slots=True, eq=False)
-class _KnownSums:
-    """An exchange that knows the totals of the first sums; the next one ends the forward."""
-
-    rank: int
-    world_size: int
-    totals: list[Any]
-    num_sums: int = 0
-
-    def all_sum(self, x: Any) -> Any:
-        self.num_sums += 1
-        if self.num_sums > len(self.totals):
-            raise _Reached(x)
-        return self.totals[self.num_sums - 1]
-
-    def all_gather(self, x: Any) -> Any:
-        raise NotImplementedError
-
-    def send(self, x: Any, to: int) -> Any:
-        raise NotImplementedError
-
-    def recv(self, shape: tuple[int, ...], dtype: Any, source: int) -> Any:
-        raise NotImplementedError
-
-    def broadcast_ids(self, ids: Any, num_rows: int, after: list[Any]) -> Any:
-        raise NotImplementedError
-
-
 def _try(module: Any, unit: Unit, call: _Call) -> str:
     """'' when the unit's shares add up to the whole, else what went wrong."""
     try:
@@ -268,37 +226,16 @@ def _compare(module: Any, unit: Unit, call: _Call) -> float:
     model = _narrow(module, unit, hidden)
     args, kwargs = _random_inputs(call, hidden)
     whole = _run(model, args, kwargs)
-    return max(
-        _gap(model, unit, weights, whole, args, kwargs)
-        for weights in ([2, 1], [1, 1, 1])
-        if unit.division.can_serve(len(weights))
-    )
+    gaps = []
+    for weights in _PLANS if unit.division.can_serve(3) else _PLANS[:1]:
+        if len(weights) == 2 and len(unit.division.edges) > 3:
+            continue  # three ranks cut it at the same kind of edge
 
+        def body(rank: int, exchange: Any, weights: Sequence[int] = weights) -> list[Any]:
+            return _run(_share(model, unit, weights, exchange), args, kwargs)
 
-def _gap(
-    model: Any,
-    unit: Unit,
-    weights: list[int],
-    whole: list[Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> float:
-    totals: list[Any] = []
-    while len(totals) <= _MOST_SUMS:
-        partials, answers = [], []
-        for rank in range(len(weights)):
-            exchange = _KnownSums(rank, len(weights), totals)
-            try:
-                answers.append(_run(_share(model, unit, weights, exchange), args, kwargs))
-            except _Reached as reached:
-                partials.append(reached.partial)
-        if not partials:
-            return max(_difference(answer, whole) for answer in answers)
-        if len(partials) != len(weights) or len({x.shape for x in partials}) > 1:
-            return float("inf")
-        totals.append(sum(partials[1:], partials[0]))
-        mx.eval(totals)
-    return float("inf")
+        gaps += [_difference(answer, whole) for answer in Rehearsal(len(weights)).run(body)]
+    return max(gaps)
 
 
 def _difference(answer: list[Any], whole: list[Any]) -> float:
@@ -363,11 +300,13 @@ def _narrow(module: Any, unit: Unit, hidden: int) -> Any:
     narrow = _narrowed(hidden)
     sides = {cut.path: cut.side for cut in unit.cuts}
     kept = {*sides, *(norm.path for norm in unit.norms)}
-    key = [mx.random.key(5)]
+    pool, used = mx.random.normal((_POOL,), key=mx.random.key(5)) * 0.3, [0]
 
-    def random(shape: Sequence[int], scale: float = 0.3) -> Any:
-        key[0], mine = mx.random.split(key[0])
-        return mx.random.normal(shape, key=mine) * scale
+    def random(shape: Sequence[int]) -> Any:
+        size, start = math.prod(shape), used[0] % _POOL
+        used[0] += size
+        repeated = mx.tile(pool, -(-(start + size) // _POOL))
+        return repeated[start : start + size].reshape(shape)
 
     def linear(old: Any, path: str) -> Any:
         outputs, inputs = dims_of(old)
@@ -416,7 +355,7 @@ def _narrow(module: Any, unit: Unit, hidden: int) -> Any:
     return copied(module, "")
 
 
-def _share(model: Any, unit: Unit, weights: list[int], exchange: _KnownSums) -> Any:
+def _share(model: Any, unit: Unit, weights: Sequence[int], exchange: Exchange) -> Any:
     """One rank's share of a narrow copy."""
     mine = _shallow(model)
 

@@ -82,6 +82,8 @@ class RehearsedExchange:
         self.rehearsal.progress += 1
         while len(parts) < self.world_size:
             self.rehearsal.wait()
+        if len({(tuple(part.shape), part.dtype) for part in parts.values()}) > 1:
+            raise RuntimeError(f"ranks add up arrays of shapes {[part.shape for part in parts.values()]}")
         total = parts[0]
         for rank in range(1, self.world_size):
             total = total + parts[rank]

@@ -13,11 +13,13 @@ _WIDTH = re.compile(
 )
 _NOT_WIDTH = re.compile(r"num_|layer|conv|kernel|window|position|groups|factor|multiplier|expand")
 _LENGTHS = re.compile(r"(sliding_window|window_size|attention_chunk_size|index_topk)$")
+_EXPERTS = re.compile(r"^(moe_)?(num|n)_(routed_|local_)?experts$")
 _VOCABULARY = re.compile(r"vocab_size")
 _NUM_LAYERS = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|num_transformer_layers)$")
 _FACTORS = (64, 32, 16, 8, 4, 2, 1)
 _LEAST_HIDDEN = 32
 _DEPTH = 8
+_NUM_EXPERTS = 32  # all experts are cut alike, so a quarter of many shows as much
 
 
 def small_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,6 +53,8 @@ def _narrow(config: dict[str, Any], factor: int, num_layers: int) -> dict[str, A
             continue
         elif _VOCABULARY.search(name):
             config[name] = min(value, 256)
+        elif _EXPERTS.match(name) and value % _NUM_EXPERTS == 0:
+            config[name] = min(value, _NUM_EXPERTS)
         elif _LENGTHS.search(name):
             config[name] = min(value, 8) if value > 0 else value
         elif _NUM_LAYERS.match(name) and num_layers:
