@@ -245,6 +245,7 @@ def _chat(arguments: Arguments) -> int:
 def _plan(arguments: Arguments) -> int:
     question = PlanQuestion(
         model=arguments.model,
+        adapter=arguments.adapter_path,
         hostfile=arguments.hostfile,
         num_nodes=arguments.nodes,
         memory=arguments.memory,
@@ -296,6 +297,7 @@ def _chosen_config(arguments: Arguments) -> LaunchConfig:
         hostfile = local_hostfile(2 if arguments.sim is None else arguments.sim, "sim")
     flags = Flags(
         model=arguments.model,
+        adapter=getattr(arguments, "adapter_path", None),
         sharding=getattr(arguments, "sharding", None),
         ssh_config=arguments.ssh_config,
         host="127.0.0.1",
@@ -355,6 +357,8 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
     plan.add_argument("--json", action="store_true", help="machine-readable")
 
+    _add_adapter_flag(plan)
+
     verify = command("verify", _verify, "Compare a mesh's answers with those of one host.")
     verify.add_argument("model", metavar="MODEL", help="folder or hub id")
     verify.add_argument("hostfile", nargs="?", help="default: two ranks on this machine")
@@ -364,6 +368,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=[Sharding.AUTO, Sharding.TENSOR, Sharding.PIPELINE],
         help="default: auto",
     )
+    _add_adapter_flag(verify)
     bench = command("bench", _bench, "Measure hosts and links, for better plans.")
     bench.add_argument("hostfile", nargs="?", help="default: this machine")
     bench.add_argument("--model", help="default: the hostfile's")
@@ -399,8 +404,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_adapter_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter-path", metavar="DIR", help="LoRA or DoRA adapter, a folder on each host")
+
+
 def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub id; wins over the hostfile's")
+    _add_adapter_flag(parser)
     parser.add_argument("--name", help="name of the mesh, for status, logs and down")
     parser.add_argument(
         "--host", help="where HTTP listens on the leader (default 127.0.0.1; others need a key)"
@@ -450,6 +460,7 @@ def _backend(text: str) -> Backend:
 def _flags(arguments: Arguments) -> Flags:
     return Flags(
         model=arguments.model,
+        adapter=arguments.adapter_path,
         name=arguments.name,
         sharding=getattr(arguments, "sharding", None),
         backend=getattr(arguments, "backend", None),

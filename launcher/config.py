@@ -25,6 +25,7 @@ class Flags:
     """What the command line says; None and () = not given."""
 
     model: str | None = None
+    adapter: str | None = None
     name: str | None = None
     sharding: Sharding | None = None
     backend: Backend | None = None
@@ -47,6 +48,7 @@ class LaunchConfig:
     name: str
     model: str
     hosts: tuple[HostEntry, ...]  # the first one leads
+    adapter: str = ""  # folder of an adapter on each host; '' = none
     hostfile: str = ""
     sharding: Sharding = Sharding.AUTO
     backend: Backend = Backend.AUTO
@@ -132,10 +134,13 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
     name = flags.name or hostfile.name
     for problem in check_name(name):
         raise SettingsError(f"The mesh name {name!r} {problem}.")
-    base = Path.cwd() if flags.model else Path(hostfile.source or ".").expanduser().resolve().parent
+    base = Path.cwd() if flags.model else _folder_of(hostfile)
     return LaunchConfig(
         name=name,
         model=anchor_model(model, base),
+        adapter=anchor_adapter(hostfile.adapter, _folder_of(hostfile))
+        if flags.adapter is None
+        else anchor_adapter(flags.adapter, Path.cwd()),
         hosts=tuple(replace(host, models=_anchor(host)) for host in hostfile.hosts),
         hostfile=str(Path(hostfile.source).expanduser().resolve()) if hostfile.source else "",
         sharding=flags.sharding or hostfile.sharding,
@@ -198,15 +203,21 @@ def is_loopback(host: str) -> bool:
 
 def check_model_name(model: str) -> None:
     """Raises SettingsError for what can be neither a path nor a hub id."""
-    if len(model.encode()) > MAX_PATH_BYTES or any(
-        len(part.encode()) > MAX_PATH_PART_BYTES for part in model.split("/")
+    check_path("model", model)
+
+
+def check_path(what: str, path: str) -> None:
+    """`what`: "model" or "adapter". Raises SettingsError for what cannot be a path."""
+    if len(path.encode()) > MAX_PATH_BYTES or any(
+        len(part.encode()) > MAX_PATH_PART_BYTES for part in path.split("/")
     ):
+        flag = {"model": "--model", "adapter": "--adapter-path"}[what]
         raise SettingsError(
-            f"The model's name {model[:40]!r}... has {len(model)} characters, too many for a path or a hub "
-            "id. Correct --model, or `model:` in the hostfile."
+            f"The {what}'s name {path[:40]!r}... has {len(path)} characters, too many for a path"
+            f"{' or a hub id' if what == 'model' else ''}. Correct {flag}, or `{what}:` in the hostfile."
         )
-    if "\0" in model:
-        raise SettingsError(f"The model's name {model!r} has a zero byte in it. Correct it.")
+    if "\0" in path:
+        raise SettingsError(f"The {what}'s name {path!r} has a zero byte in it. Correct it.")
 
 
 def anchor_model(model: str, base: Path) -> str:
@@ -216,6 +227,25 @@ def anchor_model(model: str, base: Path) -> str:
     if not model.startswith(("/", "~")) and (base / model).is_dir():
         return str((base / model).resolve())
     return model
+
+
+def anchor_adapter(adapter: str, base: Path) -> str:
+    """An adapter is always a folder, so a relative path is one on this machine; '' = none."""
+    if not adapter:
+        return ""
+    check_path("adapter", adapter)
+    return adapter if adapter.startswith(("/", "~")) else str((base / adapter).resolve())
+
+
+def adapter_candidates(adapter: str, models_folder: str) -> list[str]:
+    """Folders on a host in which the adapter may be, best first; [] without one."""
+    if not adapter or not models_folder:
+        return [adapter] if adapter else []
+    return [adapter, f"{models_folder.rstrip('/')}/{adapter.rstrip('/').rpartition('/')[2]}"]
+
+
+def _folder_of(hostfile: Hostfile) -> Path:
+    return Path(hostfile.source or ".").expanduser().resolve().parent
 
 
 def model_candidates(model: str, models_folder: str) -> list[str]:

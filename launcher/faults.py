@@ -14,6 +14,7 @@ STEPS = (
     "import",
     "version",
     "model",
+    "adapter",
     "address",
 )
 """The steps of reaching a host, in order. A host is told at its first failing one."""

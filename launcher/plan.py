@@ -102,8 +102,13 @@ def capacity_of(host: ReadyHost, measurements: Measurements) -> HostCapacity:
 
 def read_footprint(leader: ReadyHost, *, is_offline: bool = False) -> ModelFootprint:
     """Sizes and legal cuts, told by a short-lived process on the leader's host. Raises PlacementError."""
-    flags = ["--offline"] if is_offline else []
+    flags = inspect_flags(leader.adapter, is_offline=is_offline)
     return ask_footprint(leader.remote, leader.python, leader.model, *flags)
+
+
+def inspect_flags(adapter: str, *, is_offline: bool) -> list[str]:
+    """Further words for the process that reads sizes."""
+    return [*(["--adapter-path", adapter] if adapter else []), *(["--offline"] if is_offline else [])]
 
 
 def ask_footprint(remote: RemoteHost, python: str, model: str, *flags: str) -> ModelFootprint:

@@ -24,7 +24,13 @@ from mlx_mesh.launcher.config import (
     read_hostfile,
 )
 from mlx_mesh.launcher.measured import read_measurements
-from mlx_mesh.launcher.plan import ask_footprint, capacity_of, limit_advice, read_footprint
+from mlx_mesh.launcher.plan import (
+    ask_footprint,
+    capacity_of,
+    inspect_flags,
+    limit_advice,
+    read_footprint,
+)
 from mlx_mesh.launcher.preflight import check_hosts, close_all
 from mlx_mesh.launcher.remote import LocalHost, run
 from mlx_mesh.launcher.text import table
@@ -51,6 +57,7 @@ class PlanQuestion:
     """What the command line asks."""
 
     model: str
+    adapter: str | None = None  # folder
     hostfile: str | None = None
     num_nodes: int | None = None
     memory: str = ""  # "64GB" or "128GB,64GB", as the machines are sold
@@ -140,7 +147,9 @@ def _ask_hosts(
 ) -> tuple[ModelFootprint, list[HostCapacity], tuple[str, ...], Link | None]:
     """What the hosts of the hostfile say, as `up` asks them."""
     assert question.hostfile is not None
-    flags = Flags(model=model, ssh_config=question.ssh_config, is_offline=question.is_offline)
+    flags = Flags(
+        model=model, adapter=question.adapter, ssh_config=question.ssh_config, is_offline=question.is_offline
+    )
     config = build_config(read_hostfile(question.hostfile), flags, {})
     preflight = check_hosts(config)
     try:
@@ -164,7 +173,8 @@ def _ask_hosts(
 
 
 def _ask_here(question: PlanQuestion, model: str) -> ModelFootprint:
-    flags = ["--offline"] if question.is_offline else []
+    adapter = str(Path(question.adapter).expanduser().absolute()) if question.adapter else ""
+    flags = inspect_flags(adapter, is_offline=question.is_offline)
     return ask_footprint(LocalHost("this machine"), sys.executable, model, *flags)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from mlx_mesh.launcher.addresses import SeenAddresses, choose_addresses
-from mlx_mesh.launcher.config import LaunchConfig, is_hub_id, model_candidates
+from mlx_mesh.launcher.config import LaunchConfig, adapter_candidates, is_hub_id, model_candidates
 from mlx_mesh.launcher.faults import STEPS, HostFault
 from mlx_mesh.launcher.remote import (
     CommandTimeout,
@@ -42,6 +42,7 @@ class ReadyHost:
     model: str  # as this host names it: a folder, or a hub id
     facts: HostFacts
     address: str  # IPv4 for control and data links
+    adapter: str = ""  # its folder on this host; '' = none
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class _Probed:
     model: str
     facts: HostFacts
     reached_at: str
+    adapter: str = ""
 
 
 def python_of(entry: HostEntry) -> str:
@@ -92,7 +94,15 @@ def check_hosts(config: LaunchConfig) -> Preflight:
             host.remote.close()
         raise
     ready = tuple(
-        ReadyHost(host.entry, host.remote, host.python, host.model, host.facts, addresses[host.entry.name])
+        ReadyHost(
+            host.entry,
+            host.remote,
+            host.python,
+            host.model,
+            host.facts,
+            addresses[host.entry.name],
+            host.adapter,
+        )
         for host in hosts
     )
     return Preflight(ready, tuple(warnings))
@@ -155,7 +165,8 @@ def probe_host(entry: HostEntry, config: LaunchConfig) -> _Probed:
         if isinstance(remote, SshHost):
             seen = str(answer["ssh_connection"]).split()
             reached_at = seen[2] if len(seen) == 4 else remote.peer_address
-        return _Probed(entry, remote, python, str(answer["model"]), facts, reached_at)
+        adapter = str(answer.get("adapter", ""))
+        return _Probed(entry, remote, python, str(answer["model"]), facts, reached_at, adapter)
     except BaseException:
         remote.close()
         raise
@@ -166,6 +177,8 @@ def _ask(remote: RemoteHost, python: str, entry: HostEntry, config: LaunchConfig
         "min_python": MIN_PYTHON,
         "model": config.model,
         "models": model_candidates(config.model, entry.models),
+        "adapter": config.adapter,
+        "adapters": adapter_candidates(config.adapter, entry.models),
         "offline": config.is_offline,
     }
     try:
@@ -240,6 +253,13 @@ def read_answer(answer: dict[str, Any], host: str, python: str, model: str) -> H
             facts.model_error.rstrip(".") or f"there is no model {answer['model']}",
             f"copy the model there{where}, or correct --model",
         )
+    if facts.adapter_error:
+        raise HostFault(
+            host,
+            "adapter",
+            facts.adapter_error.rstrip("."),
+            "copy the adapter's folder there, or correct --adapter-path",
+        )
     return facts
 
 
@@ -250,10 +270,11 @@ class Named:
     name: str
     python: str
     model: str
+    adapter: str = ""
 
 
 def _named(host: _Probed) -> Named:
-    return Named(host.entry.name, host.python, host.model)
+    return Named(host.entry.name, host.python, host.model, host.adapter)
 
 
 def compare_hosts(facts: Sequence[HostFacts], names: Sequence[Named]) -> tuple[list[HostFault], list[str]]:
@@ -296,6 +317,16 @@ def compare_hosts(facts: Sequence[HostFacts], names: Sequence[Named]) -> tuple[l
                     f"its {named.model} differs from {leader_name}'s {names[0].model} "
                     f"({host.model_digest[:12]} and {leader.model_digest[:12]})",
                     "copy the same config and weight files to both",
+                )
+            )
+        if host.adapter_digest != leader.adapter_digest:
+            faults.append(
+                HostFault(
+                    named.name,
+                    "adapter",
+                    f"its adapter {named.adapter} differs from {leader_name}'s {names[0].adapter} "
+                    f"({host.adapter_digest[:12]} and {leader.adapter_digest[:12]})",
+                    "copy the same adapter folder to both",
                 )
             )
     return faults, warnings

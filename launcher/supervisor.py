@@ -253,6 +253,7 @@ class Supervisor:
             run_id=self.run_id,
             host=agent.host.entry.name,
             model=agent.host.model,
+            adapter=agent.host.adapter,
             secret=self._secret,
             coordinator=bind if index == 0 else self._coordinator,
             slots=agent.host.entry.slots,

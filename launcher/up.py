@@ -124,7 +124,8 @@ def _check(config: LaunchConfig, console: Console) -> tuple[ReadyHost, ...]:
 
 def _show_plan(config: LaunchConfig, hosts: Sequence[ReadyHost], console: Console) -> None:
     plan = make_plan(config, hosts)
-    console.plan(plan.placement, plan.rows, config.model, str(config.backend))
+    what = f"{config.model} with adapter {config.adapter}" if config.adapter else config.model
+    console.plan(plan.placement, plan.rows, what, str(config.backend))
     for note in plan.notes:
         console.say(f"  {note}")
 

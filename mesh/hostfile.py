@@ -55,6 +55,7 @@ class Hostfile:
     name: str
     hosts: tuple[HostEntry, ...]
     model: str = ""  # '' = must be given by --model
+    adapter: str = ""  # folder of an adapter on each host; '' = none
     sharding: Sharding = Sharding.AUTO
     backend: Backend = Backend.AUTO
     serve_host: str = "127.0.0.1"
@@ -118,6 +119,7 @@ class _Host(_Strict):
 class _File(_Strict):
     name: str = ""
     model: str = ""
+    adapter: str = ""
     sharding: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
     serve: _Serve = _Serve()
@@ -198,6 +200,7 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
         source=source,
         name=name,
         model=file.model,
+        adapter=file.adapter,
         sharding=Sharding(file.sharding),
         backend=Backend(file.backend),
         serve_host=file.serve.host,

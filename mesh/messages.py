@@ -111,6 +111,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
     mesh: MeshConfig | None = None
     offline: bool = False  # ask no hub; all files must be on this host
+    adapter: str = ""  # folder of a LoRA or DoRA adapter on this host; '' = none
     faults: tuple[str, ...] = ()  # of `up --sim N --fault ...`, see mesh.faults; () = the plain engine
 
 
@@ -235,14 +236,14 @@ class JoinPlans(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """Read this rank's share, then report LOADED. `model` is filled in by each host's agent."""
+    """Read this rank's share, then report LOADED. Each host's agent fills in `model` and `adapter`."""
 
     model: str
     placement: Placement
     max_sequences: int
     prefill_step_size: int
     context_length: int
-    adapter: str = ""  # folder of a LoRA or DoRA adapter on each host
+    adapter: str = ""  # folder of a LoRA or DoRA adapter; '' = none
     is_paranoid: bool = False  # report a StepDigest after every step
     kv: KvBudget = KvBudget()  # of all ranks; the leader admits by it
 

@@ -324,6 +324,6 @@ class Agent:
     def _forward(self, order: ToEngine) -> None:
         command = order.command
         if isinstance(command, Load) and self._model is not None:
-            # Each host keeps the model where it likes.
-            command = msgspec.structs.replace(command, model=str(self._model))
+            # Each host keeps model and adapter where it likes.
+            command = msgspec.structs.replace(command, model=str(self._model), adapter=self._config.adapter)
         self._engines.command(order.epoch, order.rank, command)

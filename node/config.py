@@ -37,6 +37,7 @@ WORLD_SIZE = ("PAIRED_WORLD_SIZE", "MLX_DISTRIBUTED_WORLD_SIZE", "WORLD_SIZE")
 RANK = ("RANK", "MLX_DISTRIBUTED_RANK", "PAIRED_RANK")
 SERVER_RANK = ("SERVER_RANK", "MLX_DISTRIBUTED_SERVER_RANK")
 TIMEOUT = ("MLX_DISTRIBUTED_TIMEOUT", "DISTRIBUTED_TIMEOUT")
+ADAPTER = ("MLX_MESH_ADAPTER_PATH",)
 SECRET = ("MLX_MESH_SECRET",)
 API_KEY = ("MLX_MESH_API_KEY",)
 """Names of one setting, the first that is set wins."""
@@ -72,10 +73,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mlx_mesh.node",
         description="Start one rank of a mesh by hand: one agent per rank, the server rank serves HTTP.",
-        epilog="RANK, WORLD_SIZE, PAIRED_HOST, PAIRED_PORT, MLX_MESH_SECRET and MLX_MESH_API_KEY are read "
+        epilog="RANK, WORLD_SIZE, PAIRED_HOST, PAIRED_PORT, MLX_MESH_SECRET, MLX_MESH_API_KEY and "
+        "MLX_MESH_ADAPTER_PATH are read "
         "from the environment or a .env file.",
     )
     parser.add_argument("--model", required=True, help="model folder, or a hub id in the local cache")
+    parser.add_argument(
+        "--adapter-path", metavar="DIR", help="folder of a LoRA or DoRA adapter (MLX_MESH_ADAPTER_PATH)"
+    )
     mesh = parser.add_argument_group("mesh")
     mesh.add_argument("--distributed", action=argparse.BooleanOptionalAction, default=None)
     mesh.add_argument("--distributed-rank", metavar="K", help="this agent's rank (RANK)")
@@ -133,6 +138,7 @@ def _single(flags: argparse.Namespace, source: _Source) -> AgentConfig:
         run_id=secrets.token_hex(8),
         host=name,
         model=_model(flags.model),
+        adapter=_adapter(flags.adapter_path, source),
         secret=secrets.token_hex(32),
         coordinator="",
         attached=False,
@@ -188,6 +194,7 @@ def _member(flags: argparse.Namespace, source: _Source, host: str, size: int | N
             # Two ranks may run on one machine, and two machines may have one name.
             host=f"{_short_hostname()}-r{rank}",
             model=_model(flags.model),
+            adapter=_adapter(flags.adapter_path, source),
             secret=secret,
             coordinator=f"{address}:{port}",
             ranks=(mesh_rank,),
@@ -356,6 +363,12 @@ def _model(given: str) -> str:
     """A folder as an absolute path: the agent leaves the working directory. A hub id as it is."""
     folder = Path(given).expanduser()
     return str(folder.absolute()) if folder.exists() or given.startswith((".", "/", "~")) else given
+
+
+def _adapter(flag: str | None, source: _Source) -> str:
+    """Always a folder, so always as an absolute path; '' = none."""
+    given = flag or source.text(ADAPTER)
+    return str(Path(given).expanduser().absolute()) if given else ""
 
 
 def _short_hostname() -> str:

@@ -321,7 +321,8 @@ class Coordinator:
         compare_hosts(self.roster)
 
     async def _inspect(self, model: Path) -> None:
-        self._footprint = await inspect_model(self._programs.inspect, model, self.deadlines.spawn_s)
+        adapter = Path(self._config.adapter) if self._config.adapter else None
+        self._footprint = await inspect_model(self._programs.inspect, model, self.deadlines.spawn_s, adapter)
         self._changed.set()
 
     async def _plan_epoch(self) -> EpochPlan:

@@ -1,7 +1,7 @@
 """What a host says of itself: versions, memory, addresses and whether it has the model.
 
-`python -m mlx_mesh.node.facts MODEL` prints HostFacts as one line of JSON, last on stdout. Nothing here
-imports MLX: versions come from the installed packages' metadata.
+`python -m mlx_mesh.node.facts MODEL [ADAPTER]` prints HostFacts as one line of JSON, last on stdout.
+Nothing here imports MLX: versions come from the installed packages' metadata.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import ifaddr
 import msgspec
 
 from mlx_mesh.mesh.capacity import mac_usable_bytes
-from mlx_mesh.mesh.errors import PreflightError
+from mlx_mesh.mesh.errors import PreflightError, SettingsError
 from mlx_mesh.mesh.types import HostFacts, Versions
+from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.hub import locate, parse_hub_id
 from mlx_mesh.node.tokenizer_files import tokenizer_problem
 
@@ -31,14 +32,15 @@ _SYSCTL_S = 5.0
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
 
 
-def gather_facts(model: str) -> HostFacts:
-    """Everything at once. A model that is not there is a fact too, not an error."""
+def gather_facts(model: str, adapter: str = "") -> HostFacts:
+    """Everything at once. A model or adapter that is not there is a fact too, not an error."""
     digest, error, tokenizer = "", "", ""
     try:
         folder = resolve_model(model)
         digest, tokenizer = digest_model(folder), tokenizer_problem(folder)
     except PreflightError as problem:
         error = str(problem)
+    adapter_digest, adapter_error = _adapter_facts(adapter)
     chip, memory, usable = _hardware()
     return HostFacts(
         hostname=socket.gethostname(),
@@ -51,8 +53,20 @@ def gather_facts(model: str) -> HostFacts:
         versions=installed_versions(),
         model_digest=digest,
         model_error=error,
+        adapter_digest=adapter_digest,
+        adapter_error=adapter_error,
         tokenizer_error=tokenizer,
     )
+
+
+def _adapter_facts(adapter: str) -> tuple[str, str]:
+    """Digest, or why there is none; both '' when no adapter is asked for."""
+    if not adapter:
+        return "", ""
+    try:
+        return digest_adapter(resolve_adapter(adapter)), ""
+    except SettingsError as problem:
+        return "", str(problem)
 
 
 def installed_versions() -> Versions:
@@ -197,10 +211,10 @@ def parse_cpuinfo(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
-        print("usage: python -m mlx_mesh.node.facts MODEL", file=sys.stderr)
+    if len(argv) not in (1, 2):
+        print("usage: python -m mlx_mesh.node.facts MODEL [ADAPTER]", file=sys.stderr)
         return 2
-    print(msgspec.json.encode(gather_facts(argv[0])).decode())
+    print(msgspec.json.encode(gather_facts(*argv)).decode())
     return 0
 
 

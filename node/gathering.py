@@ -57,11 +57,14 @@ def who_is_missing(
 
 
 def compare_hosts(roster: Roster) -> None:
-    """Raises PreflightError with a table when the hosts differ in versions or model."""
+    """Raises PreflightError with a table when the hosts differ in versions, model or adapter."""
     facts = {seat.host: member.join.facts for seat, member in roster.members()}
     errors = [f"  {host}: {fact.model_error}" for host, fact in facts.items() if fact.model_error]
     if errors:
         raise PreflightError("the model is not on every host:\n" + "\n".join(errors))
+    errors = [f"  {host}: {fact.adapter_error}" for host, fact in facts.items() if fact.adapter_error]
+    if errors:
+        raise PreflightError("the adapter is not on every host:\n" + "\n".join(errors))
     if differences := version_differences({host: fact.versions for host, fact in facts.items()}):
         raise PreflightError(
             f"the hosts have different versions:\n{differences}\nInstall the same ones on all hosts."
@@ -71,6 +74,16 @@ def compare_hosts(roster: Roster) -> None:
         raise PreflightError(
             "the hosts have different models (config.json, index, names and sizes of weight files):\n"
             f"{_table(rows)}\nCopy the same model folder to all hosts."
+        )
+
+    if len({fact.adapter_digest for fact in facts.values()}) > 1:
+        rows = [
+            ["", "adapter digest"],
+            *([host, fact.adapter_digest[:16] or "(none)"] for host, fact in facts.items()),
+        ]
+        raise PreflightError(
+            "the hosts have different adapters (their config and weights):\n"
+            f"{_table(rows)}\nCopy the same adapter folder to all hosts, and name it on each."
         )
 
 

@@ -18,14 +18,17 @@ from mlx_mesh.node.processes import describe_exit
 _LAST_LINES = 15
 
 
-async def inspect_model(program: Sequence[str], folder: Path, timeout_s: float) -> ModelFootprint:
-    """Run `program folder` and read ModelFootprint from the last line of its stdout.
+async def inspect_model(
+    program: Sequence[str], folder: Path, timeout_s: float, adapter: Path | None = None
+) -> ModelFootprint:
+    """Run `program folder`, with the adapter if there is one; ModelFootprint is the last line of its stdout.
 
     Raises PlacementError with the child's own words when the model cannot be read or split at all.
     """
     process = await asyncio.create_subprocess_exec(
         *program,
         str(folder),
+        *(["--adapter-path", str(adapter)] if adapter is not None else []),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -130,9 +130,9 @@ class AgentProcess:
         listen = self._bind_http()  # before anything that takes time
         keys = derive_keys(config.secret)
         channel = self._open_coordinator(keys)
-        facts, model = await asyncio.to_thread(_look_around, config.model)
-        if config.mesh is not None and facts.tokenizer_error:
-            raise PreflightError(facts.tokenizer_error)
+        facts, model = await asyncio.to_thread(_look_around, config.model, config.adapter)
+        if config.mesh is not None and (problem := facts.adapter_error or facts.tokenizer_error):
+            raise PreflightError(problem)
         identity = new_identity(config.host, config.run_id)
         self._open_agent(keys, identity, facts, model)
         if config.mesh is not None:
@@ -317,9 +317,9 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _look_around(model: str) -> tuple[HostFacts, Path | None]:
+def _look_around(model: str, adapter: str) -> tuple[HostFacts, Path | None]:
     """Facts, and the model's folder if it is complete. Blocks."""
-    facts = gather_facts(model)
+    facts = gather_facts(model, adapter)
     if facts.model_error:
         return facts, None
     try:

@@ -85,6 +85,60 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_adapters(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a "lora" and a "dora" of tiny_llama's last four layers, trained for ten steps by mlx-lm."""
+    folders = {kind: tmp_path_factory.mktemp(f"tiny-{kind}") for kind in ("lora", "dora")}
+    for kind, folder in folders.items():
+        _train_adapter(tiny_llama, kind, folder)
+    return folders
+
+
+def _train_adapter(model_folder: Path, kind: str, folder: Path) -> None:
+    import mlx.core as mx
+    from mlx.optimizers import Adam
+    from mlx_lm.tuner.trainer import TrainingArgs, train
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import load_model, save_config
+
+    class Texts:
+        """Four rows of 24 tokens, as the trainer wants them."""
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> tuple[list[int], int]:
+            return [(7 * index + k) % 300 + 3 for k in range(24)], 0
+
+        def itemlen(self, index: int) -> int:
+            return 24
+
+    keys = ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"]
+    parameters = {"rank": 4, "scale": 8.0, "dropout": 0.0, "keys": keys}
+    model, _ = load_model(model_folder)
+    model.freeze()
+    mx.random.seed(11)
+    linear_to_lora_layers(model, 4, parameters, use_dora=kind == "dora")
+    save_config(
+        {"fine_tune_type": kind, "num_layers": 4, "lora_parameters": parameters},
+        folder / "adapter_config.json",
+    )
+    settings = TrainingArgs(
+        batch_size=2,
+        iters=10,
+        val_batches=0,
+        steps_per_report=1000,
+        steps_per_save=1000,
+        adapter_file=str(folder / "adapters.safetensors"),
+        max_seq_length=32,
+    )
+    mx.disable_compile()  # ten steps are less work than compiling one
+    try:
+        train(model, Adam(1e-2), Texts(), None, args=settings)
+    finally:
+        mx.enable_compile()
+
+
 def _tiny_weights() -> dict[str, np.ndarray]:
     random = np.random.default_rng(20240607)
     hidden, inner = 128, 256

@@ -58,12 +58,13 @@ def mlx_fault() -> str:
     return lines[-1] if lines else f"importing mlx.core ended with status {done.returncode}"
 
 
-def facts_of(model: str) -> tuple[Any, str]:
+def facts_of(model: str, adapter: str) -> tuple[Any, str]:
     """HostFacts as plain data, or why there are none."""
     try:
         msgspec = importlib.import_module("msgspec")
         facts = importlib.import_module("mlx_mesh.node.facts")
-        return json.loads(msgspec.json.encode(facts.gather_facts(model))), ""
+        found = facts.gather_facts(model, adapter) if adapter else facts.gather_facts(model)
+        return json.loads(msgspec.json.encode(found)), ""
     except Exception as error:  # whatever is wrong there is to be told here
         return None, f"{type(error).__name__}: {error}"
 
@@ -79,6 +80,7 @@ def main(marker: str, request: str) -> None:
         "ssh_connection": os.environ.get("SSH_CONNECTION", ""),
         "missing": [],
         "model": "",
+        "adapter": "",
         "mlx_fault": "",
         "facts": None,
         "facts_error": "",
@@ -88,6 +90,7 @@ def main(marker: str, request: str) -> None:
         if not answer["missing"]:
             answer["model"] = pick_model(asked["models"], asked["model"])
             answer["mlx_fault"] = mlx_fault()
-            answer["facts"], answer["facts_error"] = facts_of(answer["model"])
+            answer["adapter"] = pick_model(asked.get("adapters", []), asked.get("adapter", ""))
+            answer["facts"], answer["facts_error"] = facts_of(answer["model"], answer["adapter"])
     sys.stdout.write(f"\n{marker} {json.dumps(answer)}\n")
     sys.stdout.flush()

@@ -1,12 +1,13 @@
 """`python -m mlx_mesh.node.engine.inspect MODEL`: print the model's footprint as JSON. Reads no weight.
 
-MODEL is a local folder or a hub id. Exit status 0 and one JSON object on stdout, or 2 and one line on stderr.
-Answers are kept in mlx-mesh's cache folder by the model's digest, mlx-lm's version and this program's text: a
-model that was seen before is answered without importing MLX.
+MODEL is a local folder or a hub id; `--adapter-path` names an adapter's folder. Exit status 0 and one JSON
+object on stdout, or 2 and one line on stderr. Answers are kept in mlx-mesh's cache folder by the digests of
+model and adapter, mlx-lm's version and this program's text: what was seen before needs no MLX.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import os
@@ -19,25 +20,27 @@ import msgspec
 from mlx_mesh.mesh import footprint as footprint_module
 from mlx_mesh.mesh.errors import ExitCode, MeshError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.facts import digest_model, resolve_model
 from mlx_mesh.node.hub import cache_root
 
 _NUM_KEPT = 200
 
 
-def inspect_model(model: str) -> ModelFootprint:
-    """The footprint of a local folder or hub id. Raises MeshError when it is no usable model."""
+def inspect_model(model: str, adapter: str = "") -> ModelFootprint:
+    """The footprint of a local folder or hub id with the adapter of a folder. Raises MeshError when they are
+    no usable model and adapter."""
     folder = resolve_model(model)
-    return measure_folder(folder, digest_model(folder))
+    return measure_folder(folder, digest_model(folder), resolve_adapter(adapter) if adapter else "")
 
 
-def measure_folder(folder: Path, digest: str) -> ModelFootprint:
+def measure_folder(folder: Path, digest: str, adapter: Path | str = "") -> ModelFootprint:
     """Build the model lazily and measure it."""
     from mlx_mesh.node.engine.activity import activity, chosen_experts, quantization_of
     from mlx_mesh.node.engine.footprints import measure_certified
     from mlx_mesh.node.engine.loader import open_lazy
 
-    lazy = open_lazy(folder)
+    lazy = open_lazy(folder, adapter)
     chosen = chosen_experts(lazy.config)
     active = [activity(layer, chosen) for layer in lazy.layers]  # measuring may hook the layers
     measured = measure_certified(lazy, digest)
@@ -48,15 +51,16 @@ def measure_folder(folder: Path, digest: str) -> ModelFootprint:
     return msgspec.structs.replace(measured, layers=layers, quantization=quantization_of(lazy.config))
 
 
-def kept_footprint(model: str) -> ModelFootprint:
+def kept_footprint(model: str, adapter: str = "") -> ModelFootprint:
     """As `inspect_model`, from the cache when the same model was measured before."""
     folder = resolve_model(model)
     digest = digest_model(folder)
-    kept = cache_root() / "footprints" / f"{_key(digest)}.json"
+    added = resolve_adapter(adapter) if adapter else None
+    kept = cache_root() / "footprints" / f"{_key(digest + (digest_adapter(added) if added else ''))}.json"
     try:
         return msgspec.json.decode(kept.read_bytes(), type=ModelFootprint)
     except (OSError, msgspec.MsgspecError):
-        footprint = measure_folder(folder, digest)
+        footprint = measure_folder(folder, digest, added or "")
         with contextlib.suppress(OSError):  # a home that cannot be written to only costs time
             _keep(kept, msgspec.json.encode(footprint))
         return footprint
@@ -82,14 +86,16 @@ def _keep(path: Path, data: bytes) -> None:
 
 
 def main(argv: list[str]) -> int:
-    words = [arg for arg in argv if arg not in ("--json", "--offline")]
-    if len(words) != 1 or words[0].startswith("-"):
-        print("usage: python -m mlx_mesh.node.engine.inspect MODEL [--json] [--offline]", file=sys.stderr)
-        return ExitCode.USAGE
-    if "--offline" in argv:
+    parser = argparse.ArgumentParser(prog="python -m mlx_mesh.node.engine.inspect")
+    parser.add_argument("model")
+    parser.add_argument("--adapter-path", default="")
+    parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    if arguments.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        footprint = kept_footprint(words[0])
+        footprint = kept_footprint(arguments.model, arguments.adapter_path)
     except MeshError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return error.exit_code if error.exit_code in (ExitCode.USAGE, ExitCode.PLACEMENT) else ExitCode.USAGE

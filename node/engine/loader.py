@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.node.adapters import resolve_adapter
 
 _MAX_HEADER_BYTES = 256 * 1024 * 1024
 _LONG_RUN_BYTES = 64 * 1024  # from here on one read per run beats reading whole rows and dropping most
@@ -104,7 +105,7 @@ def open_lazy(folder: str | Path, adapter: str | Path = "") -> LazyModel:
         ) from error
     model.__class__ = original[0]
     if adapter:
-        _add_adapter(model, Path(adapter).expanduser())
+        _add_adapter(model, resolve_adapter(str(adapter)))
     names = {id(array): name for name, array in given.items()}
     stored: dict[str, StoredTensor] = {}
     for parameter, array in tree_flatten(model.parameters()):
@@ -115,14 +116,20 @@ def open_lazy(folder: str | Path, adapter: str | Path = "") -> LazyModel:
 
 
 def _add_adapter(model: Any, path: Path) -> None:
-    for name in ("adapter_config.json", "adapters.safetensors"):
-        if not (path / name).is_file():
-            raise SettingsError(f"{path} has no {name}, so it is not an adapter folder of mlx-lm.")
     try:
         load_adapters(model, str(path))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise SettingsError(f"{path} is no adapter of this model: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"{path} is no adapter of this model: {_misfit(str(error))}") from error
     model.eval()  # new layers come in training mode, with dropout
+
+
+def _misfit(text: str) -> str:
+    """mlx-lm's complaint in one line: what it has against each tensor comes in a line of its own."""
+    first, *tensors = [" ".join(line.split()) for line in text.splitlines()] or [""]
+    if not tensors:
+        return f"{first}."
+    more = f"; and {len(tensors) - 1} more tensors" if len(tensors) > 1 else ""
+    return f"{tensors[0]}{more}. Use the model that it was trained on."
 
 
 def _check_folder(path: Path) -> None:

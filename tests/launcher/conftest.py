@@ -109,7 +109,7 @@ def fake_python(tmp_path: Path) -> Callable[..., FakePython]:
             reader = f"import json, pathlib\nFOLDER = pathlib.Path({str(folder)!r})\n"
             (package / "node" / "facts.py").write_text(
                 reader
-                + "def gather_facts(model):\n    return json.loads((FOLDER / 'facts.json').read_text())\n"
+                + "def gather_facts(*asked):\n    return json.loads((FOLDER / 'facts.json').read_text())\n"
             )
             (package / "node" / "engine" / "inspect.py").write_text(
                 reader + "print((FOLDER / 'footprint.json').read_text())\n"

@@ -11,6 +11,7 @@ from mlx_mesh.launcher.config import (
     MAX_HOSTFILE_BYTES,
     Flags,
     LaunchConfig,
+    adapter_candidates,
     anchor_model,
     build_config,
     is_loopback,
@@ -20,7 +21,7 @@ from mlx_mesh.launcher.config import (
     read_hostfile,
 )
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, SettingsError
-from mlx_mesh.mesh.hostfile import parse_hostfile
+from mlx_mesh.mesh.hostfile import HostEntry, Hostfile, parse_hostfile
 from mlx_mesh.mesh.types import Backend, Sharding
 
 HOSTS = "name: a\nmodel: org/m\nsharding: tensor\nserve: {port: 1}\nhosts: [{local: true}]"
@@ -37,6 +38,22 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults() -> None:
     config = build(Flags())
     assert (config.model, config.sharding, config.serve_port) == ("org/m", Sharding.TENSOR, 1)
     assert (config.backend, config.serve_host) == (Backend.AUTO, "127.0.0.1")
+
+
+def test_an_adapter_is_a_folder_from_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Hostfile(
+        source="/elsewhere/a.yaml", name="a", model="m", adapter="lora", hosts=(HostEntry(name="b"),)
+    )
+    assert build_config(file, Flags(), {}).adapter == "/elsewhere/lora"
+    assert build_config(file, Flags(adapter="mine"), {}).adapter == str(tmp_path / "mine")
+    assert build_config(file, Flags(adapter=""), {}).adapter == ""
+    assert build(Flags()).adapter == "" and build(Flags(adapter="~/a")).adapter == "~/a"
+    assert adapter_candidates("/a/lora", "~/models/") == ["/a/lora", "~/models/lora"]
+    with pytest.raises(SettingsError, match="Correct --adapter-path, or `adapter:` in the hostfile"):
+        build(Flags(adapter="x" * 2000))
 
 
 def test_a_mesh_without_a_model_is_refused_with_the_fix() -> None:

@@ -128,6 +128,14 @@ def test_a_different_model_blocks() -> None:
     assert fault.startswith("mac2: model: its /m differs from mac1's /m")
 
 
+def test_a_different_adapter_blocks_and_a_missing_one_is_told_in_the_hosts_own_words() -> None:
+    (fault,), _ = compare(FACTS, msgspec.structs.replace(FACTS, adapter_digest="a2"))
+    assert fault.startswith("mac2: adapter: its adapter ")
+    facts = msgspec.structs.replace(FACTS, adapter_error="the adapter folder /a does not exist on h.")
+    with pytest.raises(HostFault, match=r"mac2: adapter: the adapter folder /a does not exist on h; copy"):
+        read_answer(answer(facts=msgspec.to_builtins(facts)), "mac2", "/p", "m")
+
+
 # ---------------------------------------------------------------- addresses
 
 

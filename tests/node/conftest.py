@@ -252,9 +252,9 @@ class Mesh:
         self.hosts[key or host] = Host(process, output, task)
         return self.hosts[key or host]
 
-    async def start_leader(self) -> Host:
+    async def start_leader(self, **changes: Any) -> Host:
         """Start the first host and learn where its coordinator listens."""
-        leader = self.start(self.plans[0].name)
+        leader = self.start(self.plans[0].name, **changes)
         listening = await leader.output.wait_for(AgentListening)
         self.coordinator = listening.coordinator
         return leader

@@ -137,8 +137,8 @@ async def test_different_versions_are_a_table_of_hosts(run_mesh: Any, monkeypatc
         leader = await mesh.start_leader()
         real = facts.gather_facts
 
-        def older(model: str) -> Any:
-            true = real(model)
+        def older(*asked: str) -> Any:
+            true = real(*asked)
             versions = msgspec.structs.replace(true.versions, mlx="0.31.0")
             return msgspec.structs.replace(true, versions=versions)
 
@@ -162,6 +162,26 @@ async def test_different_models_are_a_table_of_hosts(run_mesh: Any, tmp_path: Pa
         mesh.start("mac2", model=str(other))
         error = await failed(leader)
         assert error.exit_code == ExitCode.PREFLIGHT and "different models" in error.message
+
+
+async def test_an_adapter_that_one_host_lacks_or_has_otherwise_names_the_hosts(
+    run_mesh: Any, tmp_path: Path
+) -> None:
+    config = '{"num_layers": 2, "lora_parameters": {"rank": 4, "scale": 1, "dropout": 0}}'
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(config)
+        (tmp_path / name / "adapters.safetensors").write_text(name)
+    for adapter, words in (
+        (str(tmp_path / "nowhere"), f"mac2: the adapter folder {tmp_path / 'nowhere'} does not exist"),
+        (str(tmp_path / "two"), "the hosts have different adapters"),
+        ("", "(none)"),
+    ):
+        async with run_mesh() as mesh:
+            leader = await mesh.start_leader(adapter=str(tmp_path / "one"))
+            mesh.start("mac2", adapter=adapter)
+            error = await failed(leader)
+            assert error.exit_code == ExitCode.PREFLIGHT and words in error.message
 
 
 async def test_a_missing_model_folder_names_host_and_folder(run_mesh: Any) -> None:

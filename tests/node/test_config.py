@@ -224,6 +224,13 @@ def test_a_relative_model_folder_becomes_absolute(
     assert bootstrap.config().model == "org/model"
 
 
+def test_an_adapter_comes_from_its_flag_or_variable_as_an_absolute_folder(bootstrap: Bootstrap) -> None:
+    assert bootstrap.config().adapter == ""
+    variable = {"MLX_MESH_ADAPTER_PATH": "/adapters/one"}
+    assert bootstrap.config(env=LOOPBACK | variable).adapter == "/adapters/one"
+    assert bootstrap.config("--adapter-path", "two", env=variable).adapter == str(Path.cwd() / "two")
+
+
 def test_the_launchers_line_is_read_whole(bootstrap: Bootstrap) -> None:
     config = bootstrap.config(env=LOOPBACK)
     assert read_launched(msgspec.json.encode(config)) == config

@@ -223,7 +223,13 @@ class EngineMesh:
             engine.send(JoinPlans(endpoint=endpoint))
 
     def load(
-        self, model: Path, placement: Placement, *, prefill_step_size: int = 0, kv: KvBudget | None = None
+        self,
+        model: Path,
+        placement: Placement,
+        *,
+        prefill_step_size: int = 0,
+        kv: KvBudget | None = None,
+        adapter: str = "",
     ) -> None:
         for engine in self.engines:
             engine.send(
@@ -234,6 +240,7 @@ class EngineMesh:
                     prefill_step_size=prefill_step_size,
                     context_length=2048,
                     kv=kv or KvBudget(),
+                    adapter=adapter,
                 )
             )
         for engine in self.engines:

@@ -13,6 +13,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.node.engine import inspect
+from mlx_mesh.node.engine.footprints import measure
 from mlx_mesh.node.engine.loader import open_lazy
 from mlx_mesh.node.engine.shard import load_shard
 
@@ -86,5 +89,42 @@ def test_what_is_no_adapter_of_the_model_is_named(tiny: ModuleType, tmp_path: Pa
     with pytest.raises(SettingsError, match=r"no adapter_config\.json"):
         open_lazy(folder, tmp_path)
     other = _adapter(tiny, tiny.llama(hidden_size=64), tmp_path / "adapter", "lora")
-    with pytest.raises(SettingsError, match="no adapter of this model"):
+    words = r"no adapter of this model: model\.layers\.\d\.\S+ adapter shape \(.*\); and \d+ more tensors"
+    with pytest.raises(SettingsError, match=words):
         open_lazy(folder, other)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapters_bytes_are_planned_without_reading_a_weight(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    folder = tiny.save(tiny.llama(), tmp_path / "model")
+    adapter = _adapter(tiny, tiny.llama(), tmp_path / "adapter", kind)
+
+    def measured(folder: Path, digest: str, added: Path | str = "") -> ModelFootprint:
+        return measure(open_lazy(folder, added), digest)  # without proving anything
+
+    monkeypatch.setattr(inspect, "measure_folder", measured)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plain, tensors = inspect.kept_footprint(str(folder)), mx.load(str(adapter / "adapters.safetensors"))
+    size = sum(array.nbytes for array in tensors.values())
+    for file in (folder / "model.safetensors", adapter / "adapters.safetensors"):
+        _hollow(file)
+    footprint = inspect.kept_footprint(str(folder), str(adapter))  # not mistaken for the plain model's
+    assert footprint.weights_bytes == plain.weights_bytes + size
+    gained = [b.weights_bytes - a.weights_bytes for a, b in zip(plain.layers, footprint.layers, strict=True)]
+    assert gained[:2] == [0, 0] and min(gained[2:]) > 0 and sum(gained) == size
+    tensor = footprint.tensor
+    assert tensor.weights_bytes([1], 0) == footprint.weights_bytes
+    halves = [tensor.weights_bytes([1, 1], rank) for rank in (0, 1)]
+    assert all(half < 0.7 * footprint.weights_bytes for half in halves)
+    assert inspect.kept_footprint(str(folder)) == plain
+
+
+def _hollow(file: Path) -> None:
+    """Leave the header, and zeros for the rest: reading a tensor would give other numbers."""
+    size, head = file.stat().st_size, int.from_bytes(file.read_bytes()[:8], "little")
+    with file.open("r+b") as stream:
+        stream.truncate(8 + head)
+        stream.truncate(size)
