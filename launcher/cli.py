@@ -264,7 +264,9 @@ def _plan(arguments: Arguments) -> int:
 
 
 def _verify(arguments: Arguments) -> int:
-    verdict = verify_command.verify(_chosen_config(arguments), os.environ, print)
+    verdict = verify_command.verify(
+        _chosen_config(arguments), os.environ, print, by_layers=arguments.layer_by_layer
+    )
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(verdict), indent=1).decode())
     else:
@@ -369,6 +371,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="default: auto",
     )
     _add_adapter_flag(verify)
+    verify.add_argument(
+        "--layer-by-layer",
+        action="store_true",
+        help="never hold the model whole on the leader; else only when it does not fit there",
+    )
     bench = command("bench", _bench, "Measure hosts and links, for better plans.")
     bench.add_argument("hostfile", nargs="?", help="default: this machine")
     bench.add_argument("--model", help="default: the hostfile's")

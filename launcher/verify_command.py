@@ -1,8 +1,11 @@
 """`mlx-mesh verify`: the same prompts at world size 1 and on a mesh, compared token by token.
 
-Both run as real meshes behind their HTTP endpoint, one after the other: greedy, with log-probabilities. In
-float32 the texts are the same. In 16 bits a near-tie may fall either way: the first differing token is shown
-with how close the two candidates were, and counts as equal when they were closer than the tolerance.
+Both run as real meshes behind their HTTP endpoint, one after the other: greedy, with log-probabilities. For a
+model that the leader cannot hold whole the mesh's answers are recomputed there, a few layers at a time: each
+token is compared with what the model says after the tokens before it, which finds the same first difference.
+
+In float32 the texts are the same. In 16 bits a near-tie may fall either way: the first differing token is
+shown with how close the two candidates were, and counts as equal when they were closer than the tolerance.
 """
 
 from __future__ import annotations
@@ -16,10 +19,16 @@ import msgspec
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.config import LaunchConfig
 from mlx_mesh.launcher.console import Console
+from mlx_mesh.launcher.reference import score_by_layers
+from mlx_mesh.launcher.running import api_of
 from mlx_mesh.launcher.state import StateFolder, state_root
 from mlx_mesh.launcher.up import up
-from mlx_mesh.mesh.errors import MeshError
+from mlx_mesh.mesh.errors import MeshError, PlacementError
+from mlx_mesh.mesh.memory import format_bytes
+from mlx_mesh.mesh.reference import Answered, Scored
 from mlx_mesh.mesh.types import Sharding
+
+Say = Callable[[str], None]
 
 NUM_TOKENS = 32
 CHUNK_TOKENS = 128  # of prefill, small so that a short text is several chunks at any sharding
@@ -46,7 +55,10 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """`reference`: what the mesh was compared with."""
+
     model: str
+    reference: str
     prompts: tuple[Compared, ...]
 
     @property
@@ -59,20 +71,71 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return all(item.differs_at < 0 or item.near_tie <= TOLERANCE for item in self.prompts)
 
 
-def verify(config: LaunchConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> Verdict:
-    """Bring up one host, ask, bring it down; then the mesh. Raises MeshError when either does not come up."""
+def verify(config: LaunchConfig, environment: Mapping[str, str], say: Say, *, by_layers: bool) -> Verdict:
+    """Bring up one host, ask, bring it down; then the mesh. Raises MeshError when either does not come up.
+    `by_layers`: do not even try to hold the model whole on the leader."""
     leader = replace(config.hosts[0], slots=1, layers=())
     alone = replace(
         config, name=f"{config.name}-verify-1", hosts=(leader,), sharding=Sharding.AUTO, serve_port=0
     )
     mesh = replace(config, name=f"{config.name}-verify-{config.num_ranks}", serve_port=0)
     alone, mesh = (replace(either, prefill_step_size=CHUNK_TOKENS) for either in (alone, mesh))
-    say(f"Asking {leader.name} alone ...")
-    reference = _ask(alone, environment, say)
+    expected: list[Any] | None = None
+    if not by_layers:
+        say(f"Asking {leader.name} alone ...")
+        try:
+            expected = _ask(alone, environment, say)
+        except PlacementError as error:
+            say(f"{leader.name} cannot hold it whole, so it is recomputed layer by layer. {_why(error)}")
     say(f"Asking {config.num_ranks} ranks ...")
     answers = _ask(mesh, environment, say)
-    compared = [compare(*item) for item in zip(PROMPTS, reference, answers, strict=True)]
-    return Verdict(model=config.model, prompts=tuple(compared))
+    if expected is not None:
+        compared = [compare(*item) for item in zip(PROMPTS, expected, answers, strict=True)]
+        return Verdict(model=config.model, reference=f"{leader.name} alone", prompts=tuple(compared))
+    say(f"Recomputing the answers on {leader.name}, layer by layer ...")
+    scores = score_by_layers(alone, [_answered(answer) for answer in answers], say)
+    compared = [compare_scored(*item) for item in zip(PROMPTS, scores.answers, answers, strict=True)]
+    reference = (
+        f"{leader.name} layer by layer, {scores.num_parts} part{'s' if scores.num_parts > 1 else ''} of at "
+        f"most {format_bytes(scores.largest_part_bytes)}"
+    )
+    return Verdict(model=config.model, reference=reference, prompts=tuple(compared))
+
+
+def _why(error: PlacementError) -> str:
+    """The line of a refusal that has the number."""
+    told = str(error).splitlines()
+    return next((line for line in told if "missing" in line), told[0]).strip()
+
+
+def _answered(answer: Mapping[str, Any]) -> Answered:
+    return Answered(prompt_ids=tuple(answer["prompt_token_ids"]), answer_ids=tuple(answer["token_ids"]))
+
+
+def compare_scored(prompt: str, scored: Scored, answer: Mapping[str, Any]) -> Compared:
+    """The mesh's answer beside what the model says after the same tokens. Pure."""
+    gap, count = 0.0, len(answer["token_ids"])
+    rows = zip(
+        answer["token_ids"],
+        answer["tokens"],
+        answer["token_logprobs"],
+        scored.best_ids,
+        scored.best_logprobs,
+        scored.logprobs,
+        strict=True,
+    )
+    for index, (token_id, text, seen, best, best_logprob, logprob) in enumerate(rows):
+        gap = max(gap, abs(seen - logprob))
+        if best != token_id:
+            return Compared(
+                prompt=prompt[:40],
+                num_tokens=count,
+                largest_gap=gap,
+                differs_at=index,
+                tokens=(f"token {best}", text),
+                near_tie=best_logprob - logprob,
+            )
+    return Compared(prompt=prompt[:40], num_tokens=count, largest_gap=gap)
 
 
 def compare(prompt: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Compared:
@@ -91,7 +154,7 @@ def compare(prompt: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Co
                 tokens=(token, seen),
                 near_tie=logprob - likely[seen] if seen in likely else float("inf"),
             )
-        gap = max(gap, abs(logprob - seen_logprob))
+        gap = max(gap, abs(logprob - seen_logprob), _gap_of_best(one, other, index))
     lengths = len(one["tokens"]), len(other["tokens"])
     if lengths[0] != lengths[1]:
         return Compared(
@@ -105,6 +168,14 @@ def compare(prompt: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Co
     return Compared(prompt=prompt[:40], num_tokens=count, largest_gap=gap)
 
 
+def _gap_of_best(one: Mapping[str, Any], other: Mapping[str, Any], index: int) -> float:
+    """Over the likeliest tokens that both name at this place."""
+    mine, theirs = (
+        (answer.get("top_logprobs") or {}) and answer["top_logprobs"][index] for answer in (one, other)
+    )
+    return max((abs(mine[token] - theirs[token]) for token in mine if token in theirs), default=0.0)
+
+
 def lines(verdict: Verdict) -> list[str]:
     """For people."""
     out = []
@@ -115,14 +186,17 @@ def lines(verdict: Verdict) -> list[str]:
         else:
             one, other = item.tokens
             out.append(
-                f"differs at token {item.differs_at}: {one!r} alone, {other!r} on the mesh; alone they were "
-                f"{item.near_tie:.3g} apart; largest gap before {item.largest_gap:.2e}: {beginning!r}"
+                f"differs at token {item.differs_at}: {one!r} expected, {other!r} on the mesh; there they "
+                f"should be {item.near_tie:.3g} apart; largest gap {item.largest_gap:.2e}: {beginning!r}"
             )
     what = "The mesh answers as one host does" if verdict.is_same else "The mesh does NOT answer as one host"
-    return [*out, f"{what}; the largest gap of log-probability is {verdict.largest_gap:.2e}."]
+    return [
+        *out,
+        f"{what} ({verdict.reference}); the largest gap of log-probability is {verdict.largest_gap:.2e}.",
+    ]
 
 
-def _ask(config: LaunchConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> list[Any]:
+def _ask(config: LaunchConfig, environment: Mapping[str, str], say: Say) -> list[Any]:
     """Bring a mesh up, ask everything, bring it down."""
     answers: list[Any] = []
     problems: list[Exception] = []
@@ -130,8 +204,8 @@ def _ask(config: LaunchConfig, environment: Mapping[str, str], say: Callable[[st
 
     def ask(url: str) -> None:
         try:
-            api = Api(url, config.api_keys[0] if config.api_keys else "")
-            answers.extend(_complete(api, prompt) for prompt in PROMPTS)
+            with api_of(folder.read_running(), None, environment) as api:
+                answers.extend(_complete(api, prompt) for prompt in PROMPTS)
         except Exception as error:  # carried to the caller's thread
             problems.append(error)
 
@@ -144,12 +218,14 @@ def _ask(config: LaunchConfig, environment: Mapping[str, str], say: Callable[[st
 
 
 def _complete(api: Api, prompt: str) -> dict[str, list[Any]]:
-    """The `logprobs` object of an answer, put together from its stream."""
+    """The `logprobs` object of an answer with the token ids, put together from its stream."""
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 5, "stream": True}
+    body |= {"return_token_ids": True}
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    found |= {"token_ids": [], "prompt_token_ids": []}
     for event in api.stream("/v1/completions", body):
         for choice in event.get("choices", []):
-            for key, values in (choice.get("logprobs") or {}).items():
+            for key, values in (choice | (choice.get("logprobs") or {})).items():
                 if key in found and values:
                     found[key] += values
     if not found["tokens"]:
@@ -160,7 +236,7 @@ def _complete(api: Api, prompt: str) -> dict[str, list[Any]]:
 class _Quiet(Console):
     """Only warnings, and that it is ready."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Say) -> None:
         super().__init__()
         self._say = say
 

@@ -120,25 +120,33 @@ class ChatAnswer(OpenAIAnswer):
 
 
 class TextAnswer(OpenAIAnswer):
-    """`echo`: what each choice's text begins with; '' = nothing. `num_kept`: of each prompt's choices the
+    """`echo`: what each choice's text begins with; '' = nothing. `prompt_ids`: of each choice, when token ids
+    are to be shown; () = not. `num_kept`: of each prompt's choices the
     ones with the best mean log probability, () = all."""
 
     object_name = "text_completion"
     chunk_name = "text_completion"
 
     def __init__(
-        self, *, echo: Sequence[str] = (), num_per_prompt: int = 1, num_kept: int = 1, **options: Any
+        self,
+        *,
+        echo: Sequence[str] = (),
+        prompt_ids: Sequence[Sequence[int]] = (),
+        num_per_prompt: int = 1,
+        num_kept: int = 1,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self._echo = echo
+        self._prompt_ids = prompt_ids
         self._num_per_prompt = num_per_prompt
         self._num_kept = num_kept
 
     def opening(self, num_sequences: int) -> bytes:
         chunks = [
-            data_event(self._chunk([self._choice(index, text, (), None)]))
+            data_event(self._chunk([self._with_prompt(index, self._choice(index, text, (), None))]))
             for index, text in enumerate(self._echo)
-            if text
+            if text or self._prompt_ids
         ]
         return b"".join(chunks) or COMMENT
 
@@ -167,13 +175,19 @@ class TextAnswer(OpenAIAnswer):
 
     def _whole_choice(self, index: int, answer: Collected) -> dict[str, Any]:
         echo = self._echo[index] if self._echo else ""
-        return self._choice(index, echo + answer.text, answer.tokens, answer.end.finish_reason)
+        choice = self._choice(index, echo + answer.text, answer.tokens, answer.end.finish_reason)
+        return self._with_prompt(index, choice)
+
+    def _with_prompt(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        """Once for each choice."""
+        return choice | {"prompt_token_ids": list(self._prompt_ids[index])} if self._prompt_ids else choice
 
     def _choice(
         self, index: int, text: str, tokens: Sequence[TokenSpan], reason: str | None
     ) -> dict[str, Any]:
         logprobs = text_logprobs(self._tokenizer, tokens) if self._with_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return choice | {"token_ids": [token.token_id for token in tokens]} if self._prompt_ids else choice
 
 
 def _mean_logprob(tokens: Sequence[TokenSpan]) -> float:

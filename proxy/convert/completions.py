@@ -15,10 +15,11 @@ from mlx_mesh.proxy.tokenizer import PromptTooLong
 
 @dataclass(frozen=True, slots=True)
 class PreparedText:
-    """`echo`: the text that each choice begins with."""
+    """`echo`: the text that each choice begins with; `prompt_ids`: of each choice, () = not asked for."""
 
     prepared: Prepared
     echo: tuple[str, ...]
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
 
 
 async def prepare_completion(services: Services, body: CompletionRequest) -> PreparedText:
@@ -47,7 +48,8 @@ async def prepare_completion(services: Services, body: CompletionRequest) -> Pre
         for given in body.prompts
         for _ in range(num_choices)
     )
-    return PreparedText(prepared, echo)
+    shown = [ids for ids in prompts for _ in range(num_choices)] if body.return_token_ids else []
+    return PreparedText(prepared, echo, tuple(shown))
 
 
 def _check_choices(body: CompletionRequest) -> None:

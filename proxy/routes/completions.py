@@ -31,6 +31,7 @@ async def completions(request: Request) -> Response:
         with_logprobs=body.logprobs is not None,
         with_usage_chunk=body.wants_usage_chunk,
         echo=text.echo,
+        prompt_ids=text.prompt_ids,
         num_per_prompt=body.best_of or body.n or 1,
         num_kept=body.n or 1,
     )

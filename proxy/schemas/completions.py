@@ -21,6 +21,7 @@ class CompletionRequest(SamplingFields):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
+    return_token_ids: bool | None = None  # vLLM's name for it
 
     @property
     def picks_best(self) -> bool:

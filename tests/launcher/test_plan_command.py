@@ -21,6 +21,7 @@ from mlx_mesh.launcher.remote import LocalHost
 from mlx_mesh.mesh.errors import PreflightError, SettingsError
 from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.measurements import HostMeasurement, Measurements
+from mlx_mesh.mesh.reference import Scored
 from mlx_mesh.mesh.types import HostFacts, Versions
 
 GIB = 1024**3
@@ -179,10 +180,14 @@ def answer(tokens: list[str], logprobs: list[float], top: list[dict[str, float]]
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top or []}
 
 
+def verdict_of(*found: verify_command.Compared) -> verify_command.Verdict:
+    return verify_command.Verdict(model="m", reference="mac1 alone", prompts=found)
+
+
 def test_equal_tokens_are_compared_by_their_largest_gap() -> None:
     found = verify_command.compare("p", answer(["a", "b"], [-0.1, -0.2]), answer(["a", "b"], [-0.1, -0.25]))
     assert found.differs_at == -1 and abs(found.largest_gap - 0.05) < 1e-9
-    assert verify_command.Verdict(model="m", prompts=(found,)).is_same
+    assert verdict_of(found).is_same
 
 
 def test_the_first_different_token_counts_unless_it_was_a_near_tie() -> None:
@@ -190,15 +195,32 @@ def test_the_first_different_token_counts_unless_it_was_a_near_tie() -> None:
     close = answer(["a", "b", "x"], [-0.1, -0.69, -9.0], [{}, {"b": -0.69, "c": -0.70}, {}])
     found = verify_command.compare("p", close, other)
     assert (found.differs_at, found.tokens) == (1, ("b", "c")) and found.near_tie == pytest.approx(0.01)
-    assert verify_command.Verdict(model="m", prompts=(found,)).is_same
+    assert verdict_of(found).is_same
     far = answer(["a", "b", "x"], [-0.1, -0.2, -9.0], [{}, {"b": -0.2, "c": -3.0}, {}])
-    verdict = verify_command.Verdict(model="m", prompts=(verify_command.compare("p", far, other),))
+    verdict = verdict_of(verify_command.compare("p", far, other))
     assert not verdict.is_same and "does NOT answer" in verify_command.lines(verdict)[-1]
+
+
+def test_the_gap_is_also_that_of_the_other_likely_tokens() -> None:
+    one = answer(["a"], [-0.1], [{"a": -0.1, "b": -3.0, "c": -4.0}])
+    other = answer(["a"], [-0.1], [{"a": -0.1, "b": -3.2, "d": -9.0}])
+    assert verify_command.compare("p", one, other).largest_gap == pytest.approx(0.2)
+
+
+def test_a_recomputed_answer_differs_where_another_token_is_the_likeliest() -> None:
+    said = answer(["a", "b", "c"], [-0.1, -0.2, -0.3]) | {"token_ids": [5, 6, 7]}
+    same = Scored(best_ids=(5, 6, 7), best_logprobs=(-0.1, -0.2, -0.3), logprobs=(-0.1, -0.25, -0.3))
+    found = verify_command.compare_scored("p", same, said)
+    assert found.differs_at == -1 and found.largest_gap == pytest.approx(0.05)
+    other = Scored(best_ids=(5, 9, 9), best_logprobs=(-0.1, -0.1, -0.1), logprobs=(-0.1, -2.0, -9.0))
+    found = verify_command.compare_scored("p", other, said)
+    assert (found.differs_at, found.tokens) == (1, ("token 9", "b"))
+    assert found.near_tie == pytest.approx(1.9) and not verdict_of(found).is_same
 
 
 def test_an_answer_that_ends_early_differs() -> None:
     found = verify_command.compare("p", answer(["a"], [-0.1]), answer(["a", "b"], [-0.1, -0.2]))
-    assert found.differs_at == 1 and not verify_command.Verdict(model="m", prompts=(found,)).is_same
+    assert found.differs_at == 1 and not verdict_of(found).is_same
 
 
 def test_one_of_the_prompts_fills_several_prefill_chunks() -> None:

@@ -444,7 +444,7 @@ def test_a_split_that_is_impossible_is_refused_before_anything_starts(local: tup
         (["up", "--sim", "2", "--model", "m", "--backend", "mpi"], "are no MPI job"),
         (["up", "--sim", "2", "--model", "m", "--host", "0.0.0.0"], "there is no API key"),
         (["serve", "--model", "m", "--api-key-file", "/no/such"], "cannot be read"),
-        (["status", "../x"], "cannot be read"),
+        (["status", "../not/there.yaml"], "cannot be read"),
         (["status", ".."], "must be 1 to 63"),
     ],
 )

@@ -43,6 +43,23 @@ def test_a_stream_begins_with_a_comment_and_ends_with_usage_and_done(start_front
     assert events[-2]["choices"] == [] and events[-2]["usage"]["completion_tokens"] == 3
 
 
+def test_token_ids_are_shown_when_asked_for(start_front: Any, upper: Any, ids_of: IdsOf) -> None:
+    front = start_front(upper)
+    asked = {"prompt": ["abc", "de"], "return_token_ids": True, "logprobs": 1}
+    for number, (choice, text) in enumerate(
+        zip(front.post(PATH, asked).json()["choices"], ("abc", "de"), strict=True)
+    ):
+        assert choice["prompt_token_ids"] == ids_of(text) and choice["token_ids"] == ids_of(text.upper())
+        seen: dict[str, list[int]] = {"token_ids": [], "prompt_token_ids": []}
+        for event in front.events(PATH, asked)[:-1]:
+            for part in event["choices"]:
+                if part["index"] == number:
+                    assert len(part["token_ids"]) == len(part["logprobs"]["tokens"])
+                    for name, ids in seen.items():
+                        ids += part.get(name, [])
+        assert seen == {"token_ids": ids_of(text.upper()), "prompt_token_ids": ids_of(text)}
+
+
 def test_several_prompts_give_a_choice_each_in_order(start_front: Any, upper: Any) -> None:
     front = start_front(upper)
     body = front.post(PATH, {"prompt": ["one", "two", "three"]}).json()
