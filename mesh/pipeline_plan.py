@@ -33,11 +33,36 @@ def plan_pipeline(
         cuts = _least_short_cuts(memory, ranks)
         needs = [memory.stage(*stage_limits(cuts, rank.rank)) for rank in ranks]
         raise PlacementError(
-            describe_misfit(
-                footprint, request, ranks, needs, lambda other: choose_cuts(other, ranks) is not None
-            )
+            describe_misfit(footprint, request, ranks, needs, lambda other: _can_fit(other, ranks))
         )
     return tuple(stage_shard(memory, rank, *stage_limits(cuts, rank.rank)) for rank in ranks)
+
+
+def fits_as_pipeline(footprint: ModelFootprint, ranks: Sequence[Rank], request: PlacementRequest) -> bool:
+    """Whether `plan_pipeline` would find one; much quicker."""
+    try:
+        _check_possible(footprint, ranks)
+    except PlacementError:
+        return False
+    return _can_fit(ModelMemory.for_request(footprint, request), ranks)
+
+
+def _can_fit(memory: ModelMemory, ranks: Sequence[Rank]) -> bool:
+    """A stage that grows by a layer needs more memory, so what a start reaches ends where it fits no more."""
+    boundaries = _boundaries(memory.footprint)
+    reached = {0}  # indexes of boundaries
+    for rank in ranks[::-1]:
+        following: set[int] = set()
+        for first in reached:
+            start = boundaries[first]
+            for index in range(first + 1, len(boundaries)):
+                end = boundaries[index]
+                if memory.stage(start, end).total > rank.memory_bytes:
+                    break
+                if _pin_allows(rank, start, end):
+                    following.add(index)
+        reached = following
+    return len(boundaries) - 1 in reached
 
 
 def stage_shard(memory: ModelMemory, rank: Rank, start: int, end: int) -> Shard:
@@ -69,18 +94,13 @@ def choose_cuts(
     stages, boundaries = ranks[::-1], _boundaries(memory.footprint)
     num_stages = len(stages)
 
-    def share_of(stage: int, start: int, end: int) -> int | None:
-        rank = stages[stage]
-        if not _pin_allows(rank, start, end) or memory.stage(start, end).total > rank.memory_bytes:
-            return None
-        return memory.layers_weights(start, end) * _SHARE_SCALE // rank.memory_bytes
-
+    if not _can_fit(memory, ranks):
+        return None
+    shares_of = {(rank.memory_bytes, rank.pinned_layers): _shares(memory, boundaries, rank) for rank in ranks}
     known = {
         (stage, start, end): share
-        for stage in range(num_stages)
-        for index, start in enumerate(boundaries)
-        for end in boundaries[index + 1 :]
-        if (share := share_of(stage, start, end)) is not None
+        for stage, rank in enumerate(stages)
+        for (start, end), share in shares_of[rank.memory_bytes, rank.pinned_layers].items()
     }
 
     def share_at(stage: int, start: int, end: int) -> int | None:
@@ -101,6 +121,18 @@ def choose_cuts(
         return time, share**2, need**2
 
     return cheapest_stages(boundaries, num_stages, unevenness)
+
+
+def _shares(memory: ModelMemory, boundaries: Sequence[int], rank: Rank) -> dict[tuple[int, int], int]:
+    """Of every stage that this rank could hold."""
+    found = {}
+    for index, start in enumerate(boundaries):
+        for end in boundaries[index + 1 :]:
+            if memory.stage(start, end).total > rank.memory_bytes:
+                break
+            if _pin_allows(rank, start, end):
+                found[start, end] = memory.layers_weights(start, end) * _SHARE_SCALE // rank.memory_bytes
+    return found
 
 
 def _share_for_speed(

@@ -11,15 +11,22 @@ from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.memory import ModelMemory, describe_misfit, format_bytes
 from mlx_mesh.mesh.partition import split_units
-from mlx_mesh.mesh.pipeline_plan import plan_pipeline, stage_shard
-from mlx_mesh.mesh.speed import TENSOR_SUM_PER_MILLE, PipelineSpeed, Prediction, TensorSpeed
-from mlx_mesh.mesh.tensor_plan import attention_shares, plan_tensor, tensor_needs, tensor_obstacle
+from mlx_mesh.mesh.pipeline_plan import fits_as_pipeline, plan_pipeline, stage_shard
+from mlx_mesh.mesh.speed import TENSOR_GAIN_PER_MILLE, PipelineSpeed, Prediction, TensorSpeed
+from mlx_mesh.mesh.tensor_plan import (
+    attention_shares,
+    fits_by_tensor,
+    plan_tensor,
+    tensor_needs,
+    tensor_obstacle,
+)
 from mlx_mesh.mesh.types import Placement, Shard, Sharding
 
 __all__ = [
     "HostCapacity",
     "PlacementRequest",
     "PlanRow",
+    "can_place",
     "format_bytes",
     "plan_placement",
     "plan_rows",
@@ -84,8 +91,8 @@ def _plan_single(footprint: ModelFootprint, rank: Rank, request: PlacementReques
 
 
 def _plan_auto(footprint: ModelFootprint, ranks: Sequence[Rank], request: PlacementRequest) -> Placement:
-    """The faster of pipeline and tensor by predicted time per token. Tensor costs two sums a layer, so it is
-    taken only where they are a small part of a step, and never over a link that nobody knows."""
+    """The faster of pipeline and tensor by predicted time per token; of two nearly equal ones the pipeline,
+    and never tensor over a link that nobody knows."""
     try:
         pipeline = plan_pipeline(footprint, ranks, request)
     except PlacementError as no_pipeline:
@@ -128,22 +135,26 @@ def _faster(
     if divided is None or in_stages is None:
         unknown = "the link between the hosts is" if speed.link is None else "the hosts' speed is"
         return Sharding.PIPELINE, (
-            "pipeline, the default: one exchange a cut and token. Tensor is possible at two sums a layer "
-            f"and token, but {unknown} unknown; `mlx-mesh bench --probe` measures it"
+            "pipeline, the default: one exchange a cut and token. Tensor is possible at "
+            f"{speed.num_sums} sums a token, but {unknown} unknown; `mlx-mesh bench --probe` measures it"
         )
-    whole = min(staged.decode_ns(index, 0, footprint.num_layers) for index in range(len(ranks)))
     assert speed.link is not None
-    sums = (
-        f"its {2 * footprint.num_layers} sums a token over {speed.link.name} take "
-        f"{divided.exchange_ns / 1e6:.1f} ms, {100 * divided.exchange_ns // whole} % of the "
-        f"{whole / 1e6:.1f} ms that one host would need"
+    times = (
+        f"{in_stages.decode_ns / 1e6:.1f} ms a token by pipeline, {divided.decode_ns / 1e6:.1f} by tensor, "
+        f"of which {divided.exchange_ns / 1e6:.1f} for {speed.num_sums} sums over {speed.link.name}"
     )
-    times = f"{divided.decode_ns / 1e6:.1f} ms a token by tensor, {in_stages.decode_ns / 1e6:.1f} by pipeline"
-    if divided.exchange_ns * 1000 >= TENSOR_SUM_PER_MILLE * whole:
-        return Sharding.PIPELINE, f"pipeline: tensor does not pay here, {sums} (limit 30 %)"
     if divided.decode_ns >= in_stages.decode_ns:
-        return Sharding.PIPELINE, f"pipeline is faster: {times}; for tensor, {sums}"
-    return Sharding.TENSOR, f"tensor is faster: {times}; {sums}"
+        return Sharding.PIPELINE, f"pipeline is faster: {times}"
+    if divided.decode_ns * 1000 > in_stages.decode_ns * (1000 - TENSOR_GAIN_PER_MILLE):
+        return Sharding.PIPELINE, f"pipeline, as tensor is hardly faster: {times}"
+    return Sharding.TENSOR, f"tensor is faster: {times}"
+
+
+def can_place(footprint: ModelFootprint, hosts: Sequence[HostCapacity], request: PlacementRequest) -> bool:
+    """Whether there is a placement over several ranks, whatever its sharding; much quicker than to make one.
+    Raises PlacementError only for hosts that are none."""
+    ranks = ranks_of(hosts)
+    return fits_as_pipeline(footprint, ranks, request) or fits_by_tensor(footprint, ranks, request)
 
 
 def predict(

@@ -30,8 +30,9 @@ PROMPT_TOKENS_PER_TOKEN = 4
 CHUNK_TOKENS = 512
 """Tokens of one prefill chunk: the weights are read once for all of them."""
 
-TENSOR_SUM_PER_MILLE = 300
-"""Tensor sharding is chosen only while its sums take under this part of the single-host step."""
+TENSOR_GAIN_PER_MILLE = 30
+"""Tensor is chosen where it is predicted to be faster by at least this part, because its time depends on the
+link's delays."""
 
 _NOMINAL_RATE = 100_000_000_000
 """When no host's speed is known: any value, since only proportions matter then."""
@@ -209,6 +210,8 @@ class TensorSpeed:
     cache_bytes: int
     constant_ns: int
     parameters: int
+    whole_parameters: int  # of these, in parts of layers that stay whole on every rank
+    num_sums: int  # collectives of one token, without the gathering of logits
 
     @classmethod
     def of(cls, footprint: ModelFootprint, ranks: Sequence[Rank], request: PlacementRequest) -> TensorSpeed:
@@ -218,6 +221,9 @@ class TensorSpeed:
         divided_lookups = tensor.vocabulary_bytes - tensor.vocabulary_read_bytes
         looked_up = 0 if footprint.tied_embedding else footprint.embedding_bytes - divided_lookups
         is_one_host = len({rank.host for rank in ranks}) == 1
+        parameters = sum(active_parameters(layer) for layer in footprint.layers)
+        in_layers = sum(layer.weights_bytes for layer in footprint.layers)
+        divided = tensor.attention_bytes + tensor.mlp_bytes
         return cls(
             footprint=footprint,
             ranks=tuple(ranks),
@@ -229,40 +235,40 @@ class TensorSpeed:
             mlp_active=tensor.mlp_bytes - mlp_asleep,
             cache_bytes=sum(_cache_bytes(layer, context) for layer in footprint.layers),
             constant_ns=sum(_constant_ns(layer) for layer in footprint.layers),
-            parameters=sum(active_parameters(layer) for layer in footprint.layers),
+            parameters=parameters,
+            whole_parameters=parameters * max(0, in_layers - divided) // max(1, in_layers),
+            num_sums=(tensor.sums_per_token or 2 * footprint.num_layers) + tensor.num_lookups,
         )
 
     def step_ns(self, weights: Sequence[int]) -> int:
         """One token on the slowest rank, without what travels."""
         tensor = self.footprint.tensor
         attention, mlp = shares(tensor.attention_units, weights), shares(tensor.mlp_units, weights)
+        groups = tensor.attention_units if tensor.kv_groups < 0 else tensor.kv_groups
+        groups = groups if groups >= len(weights) else 0  # fewer than ranks: each has copies
+        cache = shares(groups, weights)
         slowest, total = 0, sum(weights)
         for index, rank in enumerate(self.ranks):
             read = self.read_whole + (0 if index else self.read_by_leader)
             read += _part(self.read_divided, weights[index], total)
             read += _part(self.mlp_active, mlp[index], tensor.mlp_units)
-            read += _part(tensor.attention_bytes + self.cache_bytes, attention[index], tensor.attention_units)
-            if not tensor.attention_units:
-                read += self.cache_bytes
+            read += _part(tensor.attention_bytes, attention[index], tensor.attention_units)
+            read += _part(self.cache_bytes, cache[index], groups) if groups else self.cache_bytes
             # Ranks of one host read at the same time.
             slowest = max(slowest, read * NANOSECONDS * rank.slots // self.rates.memory[index])
         return slowest + self.constant_ns
 
     def sums_ns(self) -> int:
-        """For one token over the link: two sums a layer, one for each divided lookup, and the gathering of
-        logits; 0 when it is unknown."""
+        """For one token over the link: the sums, and the gathering of logits; 0 when it is unknown."""
         if self.link is None:
             return 0
         num_ranks, logits = len(self.ranks), self.footprint.tensor.logits_bytes
         small = self.link.small_sum_ns(num_ranks)
-        sums = self._num_sums() * (small + self._travel_ns())
+        sums = self.num_sums * (small + self._travel_ns())
         if not logits:
             return sums
         # Around the ring every rank's part passes every link but one.
         return sums + small + (num_ranks - 1) * logits * NANOSECONDS // (num_ranks * self.link.bandwidth)
-
-    def _num_sums(self) -> int:
-        return 2 * self.footprint.num_layers + self.footprint.tensor.num_lookups
 
     def _travel_ns(self) -> int:
         """One token's part in one sum, beyond a small message's time."""
@@ -277,13 +283,17 @@ class TensorSpeed:
         sums = self.sums_ns()
         prefill = 0
         if self.rates.matrix:
-            total = sum(weights)
+            total, whole = sum(weights), self.whole_parameters
             slowest = max(
-                2 * self.parameters * weight * NANOSECONDS * rank.slots // (total * rate)
+                2
+                * (whole * total + (self.parameters - whole) * weight)
+                * NANOSECONDS
+                * rank.slots
+                // (total * rate)
                 for weight, rank, rate in zip(weights, self.ranks, self.rates.matrix, strict=True)
             )
-            small = self._num_sums() * self.link.small_sum_ns(len(self.ranks)) // CHUNK_TOKENS
-            prefill = slowest + small + self._num_sums() * self._travel_ns()
+            small = self.num_sums * self.link.small_sum_ns(len(self.ranks)) // CHUNK_TOKENS
+            prefill = slowest + small + self.num_sums * self._travel_ns()
         return Prediction(
             decode_ns=max(1, self.step_ns(weights) + sums), prefill_ns=prefill, exchange_ns=sums
         )

@@ -10,7 +10,7 @@ from mlx_mesh.mesh.capacity import HostCapacity, PlacementRequest, ranks_of
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import WORTH_DIVIDING, ModelFootprint
 from mlx_mesh.mesh.memory import ModelMemory, format_bytes
-from mlx_mesh.mesh.placement import PlanRow, plan_placement, plan_rows, predict
+from mlx_mesh.mesh.placement import PlanRow, can_place, plan_placement, plan_rows, predict
 from mlx_mesh.mesh.types import Sharding
 
 MOST_HOSTS = 32
@@ -196,7 +196,6 @@ def _nothing_fits(
     request: PlacementRequest,
     options: Sequence[Option],
 ) -> str:
-    request = msgspec.structs.replace(request, sharding=Sharding.AUTO)
     more = [
         msgspec.structs.replace(hosts[-1], name=f"{hosts[-1].name}+{number}", layers=())
         for number in range(1, MOST_HOSTS)
@@ -205,9 +204,7 @@ def _nothing_fits(
     for count in range(1, len(more) + 1):
         if len(plain) + count > MOST_HOSTS:
             break
-        try:
-            plan_placement(footprint, [*plain, *more[:count]], request)
-        except PlacementError:
+        if not can_place(footprint, [*plain, *more[:count]], request):
             continue
         kind = format_bytes(hosts[-1].rank_memory_bytes * hosts[-1].slots)
         return (

@@ -29,7 +29,7 @@ def plan_tensor(
     _check_possible(footprint, ranks)
     memory = ModelMemory.for_request(footprint, request)
     speed = TensorSpeed.of(footprint, ranks, request)
-    weights = _choose_weights(memory, ranks, speed)
+    weights = _fitting_weights(memory, ranks, speed)
     if weights is None:
         least = min(
             _candidates(memory, ranks, speed), key=lambda tried: _shortage(ranks, tensor_needs(memory, tried))
@@ -40,7 +40,7 @@ def plan_tensor(
                 request,
                 ranks,
                 tensor_needs(memory, least),
-                lambda other: _choose_weights(other, ranks, speed) is not None,
+                lambda other: _fitting_weights(other, ranks, speed) is not None,
             )
         )
     units = attention_shares(footprint, weights)
@@ -60,6 +60,34 @@ def plan_tensor(
             ranks, weights, tensor_needs(memory, weights), units, strict=True
         )
     )
+
+
+def fits_by_tensor(footprint: ModelFootprint, ranks: Sequence[Rank], request: PlacementRequest) -> bool:
+    """Whether `plan_tensor` would find weights; much quicker when there is too little memory."""
+    try:
+        _check_possible(footprint, ranks)
+    except PlacementError:
+        return False
+    memory, speed = ModelMemory.for_request(footprint, request), TensorSpeed.of(footprint, ranks, request)
+    return _fitting_weights(memory, ranks, speed) is not None
+
+
+def _fitting_weights(
+    memory: ModelMemory, ranks: Sequence[Rank], speed: TensorSpeed
+) -> tuple[int, ...] | None:
+    """None when none fit."""
+    if _least_bytes(memory, len(ranks)) > sum(rank.memory_bytes for rank in ranks):
+        return None
+    return _choose_weights(memory, ranks, speed)
+
+
+def _least_bytes(memory: ModelMemory, num_ranks: int) -> int:
+    """What all ranks need together however the weights fall: nothing is divided into less than itself."""
+    tensor = memory.footprint.tensor
+    divided = tensor.attention_bytes + tensor.mlp_bytes + tensor.vocabulary_bytes + tensor.leader_bytes
+    kv = memory.kv_before[-1] * (num_ranks if tensor.kv_groups == 0 else 1)
+    working = need_of(0, 0).total * num_ranks
+    return num_ranks * tensor.replicated_bytes + divided + kv + working
 
 
 def tensor_obstacle(footprint: ModelFootprint, num_ranks: int) -> str:

@@ -112,6 +112,9 @@ class StoredExchange:
     def all_sum(self, x: Any) -> Any:
         raise AssertionError("stages sum nothing")
 
+    def all_gather(self, x: Any) -> Any:
+        raise AssertionError("stages gather nothing")
+
     def broadcast_ids(self, ids: Any | None, num_rows: int, after: list[Any]) -> Any:
         raise AssertionError("nothing is sampled here")
 
