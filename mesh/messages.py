@@ -145,6 +145,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None = none; k = the chosen token and the k best
     sent_ids: tuple[int, ...] = ()
     max_time_s: float = 0.0  # the request's own deadline, from its submission; 0 = request_s only
+    grammar: str = ""  # what the generated tokens must match, in llguidance's Lark dialect or its JSON
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):

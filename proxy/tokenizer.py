@@ -94,6 +94,7 @@ class ModelTokenizer:
             i for i, token in added.items() if token.special
         }
         self.vocab_size: int = len(tokenizer)
+        self.can_constrain = (folder / "tokenizer.json").is_file()  # what the engine's grammars read
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.chat_template, self.chat_template_error = _chat_template(tokenizer, folder, chat_template)
         self._python_template = None if chat_template else _python_template(tokenizer)
@@ -145,7 +146,7 @@ class ModelTokenizer:
     async def encode(self, text: str, *, limit: int) -> tuple[int, ...]:
         """Tokens of a plain prompt, with what the tokenizer puts around it (BOS). `limit` 0 = none.
         Raises PromptTooLong, soon also for a huge text, and EncodeTimeout."""
-        return await self._in_thread(lambda: self._encode(text, add_special=True, limit=limit))
+        return await self.in_thread(lambda: self._encode(text, add_special=True, limit=limit))
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], *, limit: int, template_options: dict[str, Any] | None = None
@@ -161,7 +162,7 @@ class ModelTokenizer:
                 region = Region.ANSWER
             return EncodedChat(self._encode(text, add_special=False, limit=limit), region)
 
-        return await self._in_thread(render_and_encode)
+        return await self.in_thread(render_and_encode)
 
     @property
     def takes_tools(self) -> bool:
@@ -209,7 +210,8 @@ class ModelTokenizer:
         with self._slow_lock:  # tokenizers in Python are not thread-safe
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special))
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Work that would hold up the event loop. Raises EncodeTimeout."""
         try:
             async with asyncio.timeout(ENCODE_DEADLINE_S):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -11,6 +11,7 @@ from typing import TypeVar
 from mlx_mesh.mesh.errors import ProtocolError
 from mlx_mesh.mesh.messages import EngineCommand
 from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EXIT_STATUS, EngineError
+from mlx_mesh.node.engine.grammar import GrammarReady
 from mlx_mesh.node.pipe import BlockingPipe
 
 C = TypeVar("C")
@@ -21,7 +22,7 @@ class Commands:
 
     def __init__(self, pipe: BlockingPipe[EngineCommand]) -> None:
         self._pipe = pipe
-        self._queue: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[EngineCommand | GrammarReady] = queue.SimpleQueue()
         self._agent_may_leave = False
         self._thread = threading.Thread(target=self._read, name="commands", daemon=True)
 
@@ -32,16 +33,20 @@ class Commands:
         """From now on end of file is no reason to end: the process does so by itself."""
         self._agent_may_leave = True
 
-    def next(self) -> EngineCommand:
+    def next(self) -> EngineCommand | GrammarReady:
         """The next command, waiting without limit: the agent sets the pace, and its end ends us."""
         return self._queue.get()
 
-    def poll(self) -> EngineCommand | None:
+    def poll(self) -> EngineCommand | GrammarReady | None:
         """The next command if there is one."""
         try:
             return self._queue.get_nowait()
         except queue.Empty:
             return None
+
+    def put(self, ready: GrammarReady) -> None:
+        """Wake whoever waits in `next`; from any thread."""
+        self._queue.put(ready)
 
     def expect(self, kind: type[C]) -> C:
         """The next command, which must be a `kind`."""

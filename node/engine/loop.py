@@ -27,6 +27,7 @@ from mlx_mesh.mesh.messages import (
 )
 from mlx_mesh.node.engine.exchanges import DataExchange
 from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.grammar import GrammarError, GrammarReady, Grammars, RowGrammar
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
 from mlx_mesh.node.engine.scheduler import Produced, Scheduler
@@ -40,8 +41,9 @@ MAX_PREFILL_ROWS = 8
 class CommandSource(Protocol):
     """See commands.Commands."""
 
-    def next(self) -> EngineCommand: ...
-    def poll(self) -> EngineCommand | None: ...
+    def next(self) -> EngineCommand | GrammarReady: ...
+    def poll(self) -> EngineCommand | GrammarReady | None: ...
+    def put(self, ready: GrammarReady) -> None: ...
 
 
 class PlanSink(Protocol):
@@ -90,6 +92,7 @@ class Generation:
         self._prefill_step_size = prefill_step_size
         self._prompt_left: dict[str, int] = {}  # upper bounds: the generator says nothing while it prefills
         self._lengths: dict[str, int] = {}
+        self.grammars: dict[str, RowGrammar] = {}  # of requests that the leader is about to admit
 
     def prompt_tokens_after(self, plan: StepPlan) -> int:
         """The most prompt tokens that the step of `plan` may read."""
@@ -124,7 +127,8 @@ class Generation:
         for admission in plan.admit:
             processors: list[RowProcessor] = []
             if request_of is not None and isinstance(self._sampler, LeaderSampler):
-                processors = self._sampler.processors(request_of(admission.id))
+                grammar = self.grammars.pop(admission.id, None)
+                processors = self._sampler.processors(request_of(admission.id), grammar)
             (uid,) = self._generator.insert(
                 [list(admission.prompt_ids)],
                 max_tokens=[admission.max_tokens],
@@ -148,7 +152,8 @@ class Generation:
             self._lengths[request_id] += 1
             processor = self._processors.get(request_id)
             logprobs = processor.take_logprobs(response.token) if processor is not None else None
-            produced.append(Produced(request_id, response.token, response.finish_reason, logprobs))
+            failure = processor.failure if processor is not None else ""
+            produced.append(Produced(request_id, response.token, response.finish_reason, logprobs, failure))
             if response.finish_reason is not None:
                 self._forget(request_id)
         if not self._uids:
@@ -195,15 +200,18 @@ class Leader:
         reporter: Reporter,
         *,
         plans_ahead: int,
+        grammars: Grammars | None = None,
     ) -> None:
         """`plans_ahead`: how many plans the followers get before this rank computes the step in hand. A
-        pipeline needs one for each later stage: the first ones go on with the next chunk meanwhile."""
+        pipeline needs one for each later stage: the first ones go on with the next chunk meanwhile.
+        `grammars`: for requests that have one; None = there are none."""
         self._generation = generation
         self._scheduler = scheduler
         self._plans = plans
         self._reporter = reporter
         self._plans_ahead = plans_ahead
         self._published: deque[StepPlan] = deque()
+        self._grammars = grammars
 
     def run(self, commands: CommandSource) -> None:
         """Generate until StopEngine; then the followers have their stop plan."""
@@ -213,7 +221,7 @@ class Leader:
             while command is not None:
                 if isinstance(command, StopEngine):
                     return self.stop()
-                self._take(command)
+                self._take(command, commands)
                 command = commands.poll()
             self._advance()
 
@@ -230,15 +238,43 @@ class Leader:
             self._compute(self._published.popleft())
         self._plans.publish(self._scheduler.stop_plan())
         self._generation.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
-    def _take(self, command: EngineCommand) -> None:
+    def _take(self, command: EngineCommand | GrammarReady, commands: CommandSource) -> None:
         match command:
+            case Submit(request=request) if request.grammar and self._grammars is not None:
+                ready = GrammarReady(request)
+                self._grammars.begin(request, self._generation.vocab_size, lambda: commands.put(ready))
             case Submit(request=request):
                 self._answer(self._scheduler.submit(request))
+            case GrammarReady(request=request):
+                self._submit_with_grammar(request)
             case Cancel(id=request_id):
-                self._answer(self._scheduler.cancel(request_id))
+                self._cancel(request_id)
             case _:
                 raise EngineError("internal", f"{type(command).__name__} came to an engine that is ready.")
+
+    def _submit_with_grammar(self, request: GenerateRequest) -> None:
+        assert self._grammars is not None
+        try:
+            grammar = self._grammars.take(request.id)
+        except GrammarError as error:
+            self._reporter.send(RequestFailed(id=request.id, code="invalid_grammar", message=str(error)))
+            return
+        if grammar is None:
+            return  # cancelled meanwhile
+        answer = self._scheduler.submit(request)
+        if answer is None:
+            self._generation.grammars[request.id] = grammar
+        self._answer(answer)
+
+    def _cancel(self, request_id: str) -> None:
+        if self._grammars is not None and self._grammars.drop(request_id):
+            self._answer(TokenChunk(id=request_id, finish_reason="cancelled"))
+            return
+        self._generation.grammars.pop(request_id, None)
+        self._answer(self._scheduler.cancel(request_id))
 
     def _advance(self, is_silent: bool = False) -> None:
         while self._scheduler.has_work and len(self._published) <= self._plans_ahead:
@@ -253,6 +289,9 @@ class Leader:
 
     def _compute(self, plan: StepPlan, is_silent: bool = False) -> None:
         produced = compute(self._generation, plan, self._reporter, self._scheduler.request)
+        for row in produced:
+            if row.failure and (failed := self._scheduler.fail(row)) is not None:
+                self._reporter.send(failed)
         chunks = self._scheduler.applied(plan)
         chunks += self._scheduler.produced(produced, time.monotonic())
         self._reporter.num_preempted = self._scheduler.num_preempted

@@ -21,6 +21,7 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.mesh.types import Phase, Sharding
 from mlx_mesh.node.engine.commands import Commands
 from mlx_mesh.node.engine.failure import EngineError, FailureKind
+from mlx_mesh.node.engine.grammar import Grammars
 from mlx_mesh.node.engine.group import DataGroup, form_group
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader, NoFollowers
 from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver
@@ -163,7 +164,8 @@ def _leader(
         context_length=command.context_length,
         kv=command.kv,
     )
-    leader = Leader(generation, scheduler, plans, reporter, plans_ahead=plans_ahead)
+    grammars = Grammars(command.model)
+    leader = Leader(generation, scheduler, plans, reporter, plans_ahead=plans_ahead, grammars=grammars)
     leader.warm_up(WARM_UP_REQUEST)
     return leader
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams, TokenLogprobs
 from mlx_mesh.node.engine.exchange import Array, Exchange
+from mlx_mesh.node.engine.grammar import RowGrammar
 
 SMALLEST_TOP_P = 1e-9
 """top_p 0 means the best token only; an exact 0 would keep none."""
@@ -30,6 +31,7 @@ def is_plain_greedy(request: GenerateRequest) -> bool:
     return (
         sampling.temperature <= 0
         and request.logprobs is None
+        and not request.grammar
         and not sampling.logit_bias
         and sampling.repetition_penalty == 1
         and sampling.presence_penalty == 0
@@ -107,9 +109,14 @@ class _Noted:
 class RowProcessor:
     """The logits processor of one request (see BatchGenerator.insert): one call for each new position."""
 
-    def __init__(self, request: GenerateRequest, sampler: LeaderSampler) -> None:
+    def __init__(
+        self, request: GenerateRequest, sampler: LeaderSampler, grammar: RowGrammar | None = None
+    ) -> None:
+        """`grammar`: one that has advanced by the request's sent_ids."""
         self._sampling = request.sampling
         self._num_prompt = len(request.prompt_ids)  # without sent_ids: those were generated
+        self._grammar = grammar
+        self._num_matched = self._num_prompt + len(request.sent_ids)  # tokens that the grammar knows of
         self._num_logprobs = request.logprobs
         self._sampler = sampler
         self._noted: deque[_Noted] = deque()
@@ -121,6 +128,8 @@ class RowProcessor:
             self._note(logits[0], self._num_logprobs)
         sampling = self._sampling
         logits = penalise(logits, tokens, self._num_prompt, sampling)
+        if self._grammar is not None:
+            logits = self._constrain(logits, tokens, self._grammar)
         if sampling.temperature <= 0:
             return logits
         logits = filter_logits(logits, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
@@ -128,6 +137,17 @@ class RowProcessor:
         scores = (logits - mx.max(logits, axis=-1, keepdims=True)) / sampling.temperature
         key = noise_key(sampling.seed, tokens.shape[0])
         return scores + mx.random.gumbel((1, logits.shape[-1]), mx.float32, key=key)
+
+    @property
+    def failure(self) -> str:
+        """Why the request's grammar cannot go on; '' while it can."""
+        return self._grammar.failure if self._grammar is not None else ""
+
+    def _constrain(self, logits: Array, tokens: Array, grammar: RowGrammar) -> Array:
+        # Reading the newest id waits for the step that samples it: the price of a grammar.
+        grammar.advance(tokens[self._num_matched :].tolist())
+        self._num_matched = tokens.shape[0]
+        return mx.where(mx.array(grammar.allowed()), logits, -mx.inf)
 
     def take_logprobs(self, token: int) -> TokenLogprobs | None:
         """Logprobs of the oldest position not taken yet, at which `token` was chosen."""
@@ -171,9 +191,12 @@ class LeaderSampler:
             self._with_ids = []
         return self._exchange.broadcast_ids(ids, ids.shape[0], [logprobs])
 
-    def processors(self, request: GenerateRequest) -> list[RowProcessor]:
+    def processors(self, request: GenerateRequest, grammar: RowGrammar | None = None) -> list[RowProcessor]:
         """What the request's row needs: nothing when it is plain greedy."""
-        return [] if is_plain_greedy(request) else [RowProcessor(request, self)]
+        assert (grammar is not None) == bool(request.grammar), (
+            "a grammar is compiled before its request is admitted"
+        )
+        return [] if is_plain_greedy(request) else [RowProcessor(request, self, grammar)]
 
 
 class FollowerSampler:

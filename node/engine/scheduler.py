@@ -41,6 +41,7 @@ class Produced:
     token: int
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    failure: str = ""  # this row alone cannot go on; the token does not count
 
 
 @dataclass(slots=True)
@@ -113,6 +114,14 @@ class Scheduler:
             running.is_cancelled = True
             self._to_cancel.append(request_id)
         return None
+
+    def fail(self, row: Produced) -> RequestFailed | None:
+        """Give up a request whose row failed, at the next plan. None when it ends in this step anyway."""
+        running = self._running[row.id]
+        if running.is_cancelled or row.finish_reason is not None:
+            return None
+        self.cancel(row.id)
+        return RequestFailed(id=row.id, code="grammar_failed", message=row.failure)
 
     def request(self, request_id: str) -> GenerateRequest:
         """An admitted request."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from mlx_mesh.proxy.convert.common import ChatJob
 from mlx_mesh.proxy.convert.sampling import sampling_params
+from mlx_mesh.proxy.convert.structure import AnswerForm, schema_form
 from mlx_mesh.proxy.convert.thinking import EFFORTS, budget, template_options
-from mlx_mesh.proxy.convert.tools import forced_choice, function_tool, require_tools
+from mlx_mesh.proxy.convert.tools import Choice, call_form, function_tool, read_choice, require_tools
 from mlx_mesh.proxy.convert.turns import earlier_reasoning
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.schemas.messages import Blocks, MessagesRequest, Prompt
@@ -25,7 +26,9 @@ _MEDIA = ("image", "document", "audio", "video", "container_upload")
 def messages_job(services: Services, body: Prompt) -> ChatJob:
     """Raises ApiError 400 naming the field."""
     tokenizer = services.tokenizer
-    tools, one_call = _tools(tokenizer, body)
+    tools = _tools(tokenizer, body)
+    choice = _choice(body, tools)
+    one_call = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
     messages = _turns(tokenizer, body)
     switch, thinking_budget, strip = _thinking(services, body)
     continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
@@ -36,8 +39,9 @@ def messages_job(services: Services, body: Prompt) -> ChatJob:
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
         stop_strings=tuple(body.stop_sequences or ()) if isinstance(body, MessagesRequest) else (),
         max_time_s=body.max_time_s or 0.0,
-        tools=tools,
+        tools=tools if choice.may_call else (),
         one_call=one_call,
+        form=call_form(choice, tools, _answer_form(body), only_one=one_call),
         template_options={**switch, **_output_options(tokenizer, body)},
         strip_thinking=strip,
         thinking_budget=thinking_budget,
@@ -48,18 +52,33 @@ def messages_job(services: Services, body: Prompt) -> ChatJob:
 # ---------------------------------------------------------------- tools
 
 
-def _tools(tokenizer: ModelTokenizer, body: Prompt) -> tuple[tuple[dict[str, Any], ...], bool]:
-    """The tools that the model may call, and whether the first call ends the answer."""
-    choice = body.tool_choice or {}
-    kind = choice.get("type", "auto")
-    if kind in ("any", "tool"):
-        raise forced_choice("required")
-    if kind not in ("auto", "none"):
-        raise invalid("Invalid 'tool_choice.type': auto or none.", param="tool_choice.type")
+def _tools(tokenizer: ModelTokenizer, body: Prompt) -> tuple[dict[str, Any], ...]:
     if body.tools:
         require_tools(tokenizer, "tools")
-    tools = tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ()))
-    return (tools if kind == "auto" else ()), choice.get("disable_parallel_tool_use") is True
+    return tuple(_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ()))
+
+
+def _choice(body: Prompt, tools: tuple[dict[str, Any], ...]) -> Choice:
+    given = body.tool_choice or {}
+    match given.get("type", "auto"):
+        case "auto" | "none" as kind:
+            return read_choice(kind, tools)
+        case "any":
+            return read_choice("required", tools)
+        case "tool":
+            return read_choice({"type": "function", "name": given.get("name")}, tools)
+    raise invalid("Invalid 'tool_choice.type': auto, any, tool or none.", param="tool_choice.type")
+
+
+def _answer_form(body: Prompt) -> AnswerForm | None:
+    given = (body.output_config or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        raise invalid(
+            "Invalid 'output_config.format': its type must be 'json_schema'.", param="output_config.format"
+        )
+    return schema_form(given.get("schema"), "output_config.format.schema")
 
 
 def _tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
@@ -226,12 +245,6 @@ def _thinking(services: Services, body: Prompt) -> tuple[dict[str, Any], int | N
 def _output_options(tokenizer: ModelTokenizer, body: Prompt) -> dict[str, Any]:
     """Effort goes to the templates that read it; other models have one effort."""
     given = body.output_config or {}
-    if given.get("format") is not None:
-        raise invalid(
-            "'output_config.format' is not supported here: output is not constrained.",
-            param="output_config.format",
-            code="unsupported_parameter",
-        )
     effort = given.get("effort")
     if effort is not None and effort not in EFFORTS:
         raise invalid("Invalid 'output_config.effort'.", param="output_config.effort")

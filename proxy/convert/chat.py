@@ -6,8 +6,9 @@ import uuid
 
 from mlx_mesh.proxy.convert.common import ChatJob
 from mlx_mesh.proxy.convert.sampling import sampling_params
+from mlx_mesh.proxy.convert.structure import wanted_form
 from mlx_mesh.proxy.convert.thinking import budget, template_options
-from mlx_mesh.proxy.convert.tools import read_tools, wants_tools
+from mlx_mesh.proxy.convert.tools import call_form, read_choice, read_tools
 from mlx_mesh.proxy.convert.turns import template_message
 from mlx_mesh.proxy.errors import invalid
 from mlx_mesh.proxy.schemas.chat import ChatRequest
@@ -19,8 +20,9 @@ def chat_job(services: Services, body: ChatRequest) -> ChatJob:
     tokenizer = services.tokenizer
     if body.top_logprobs and not body.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
-    may_call = wants_tools(body.tool_choice)
     tools = read_tools(tokenizer, body.tools or ())
+    choice = read_choice(body.tool_choice, tools)
+    one_call = body.parallel_tool_calls is False
     strip = services.config.strip_thinking if body.strip_thinking is None else body.strip_thinking
     return ChatJob(
         id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -34,8 +36,9 @@ def chat_job(services: Services, body: ChatRequest) -> ChatJob:
         num_logprobs=body.num_logprobs,
         num_choices=body.n or 1,
         max_time_s=body.max_time_s or 0.0,
-        tools=tools if may_call else (),
-        one_call=body.parallel_tool_calls is False,
+        tools=tools if choice.may_call else (),
+        one_call=one_call,
+        form=call_form(choice, tools, wanted_form(body), only_one=one_call),
         template_options=template_options(
             tokenizer,
             enable_thinking=body.enable_thinking,

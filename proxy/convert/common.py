@@ -12,6 +12,7 @@ import msgspec
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
 from mlx_mesh.proxy.assembler import NewSequence
+from mlx_mesh.proxy.convert.structure import ANY_FORM, Form, grammar_of
 from mlx_mesh.proxy.convert.tool_turns import for_template
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.markup import Markup, Region
@@ -41,6 +42,7 @@ class Sequences:
     num_logprobs: int | None = None
     num_choices: int = 1  # of each prompt
     max_time_s: float = 0.0  # from submission to the end; 0 = only the mesh's own limit
+    form: Form = ANY_FORM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,7 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
             thinking_budget=job.thinking_budget if thinking_end_ids else None,
             thinking_end_ids=thinking_end_ids,
         ),
+        grammar=await grammar_of(tokenizer, job.form, markup, encoded.region),
     )
 
 
@@ -121,6 +124,7 @@ def prepare(
     param: str,
     like: NewSequence = PLAIN,
     continues_prompt: bool = False,
+    grammar: str = "",
 ) -> Prepared:
     """The sequences of all prompts, each prompt's choices side by side. Raises ApiError 400."""
     num_sequences = len(prompts) * job.num_choices
@@ -146,6 +150,7 @@ def prepare(
                 stop_token_ids=tuple(end_ids),
                 logprobs=job.num_logprobs,
                 max_time_s=job.max_time_s,
+                grammar=grammar,
             )
             sequences.append(
                 dataclasses.replace(

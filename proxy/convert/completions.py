@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from mlx_mesh.proxy.convert.common import Prepared, Room, Sequences, prepare
 from mlx_mesh.proxy.convert.sampling import sampling_params
+from mlx_mesh.proxy.convert.structure import form_of, grammar_of, wanted_form
 from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.markup import Markup, Region
 from mlx_mesh.proxy.schemas.completions import CompletionRequest, Prompt
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.tokenizer import PromptTooLong
@@ -42,7 +44,9 @@ async def prepare_completion(services: Services, body: CompletionRequest) -> Pre
         num_choices=num_choices,
         max_time_s=body.max_time_s or 0.0,
     )
-    prepared = prepare(services, job, prompts, "prompt", continues_prompt=True)
+    form = form_of(wanted_form(body))
+    grammar = await grammar_of(services.tokenizer, form, Markup(), Region.ANSWER)
+    prepared = prepare(services, job, prompts, "prompt", continues_prompt=True, grammar=grammar)
     echo = tuple(
         (given if isinstance(given, str) else services.tokenizer.decode(given)) if body.echo else ""
         for given in body.prompts

@@ -9,10 +9,12 @@ from typing import Any
 from mlx_mesh.mesh.messages import SamplingParams
 from mlx_mesh.proxy.convert.common import ChatJob, Prepared, Room, Sequences, prepare, prepare_chat
 from mlx_mesh.proxy.convert.sampling import new_seed
+from mlx_mesh.proxy.convert.structure import Form, form_of, grammar_of, json_format
 from mlx_mesh.proxy.convert.thinking import template_options
-from mlx_mesh.proxy.convert.tools import read_tools
+from mlx_mesh.proxy.convert.tools import Choice, call_form, read_tools
 from mlx_mesh.proxy.convert.turns import earlier_reasoning
 from mlx_mesh.proxy.errors import ApiError, invalid
+from mlx_mesh.proxy.markup import Markup, Region
 from mlx_mesh.proxy.schemas.fields import parse
 from mlx_mesh.proxy.schemas.ollama import (
     OPTION_FIELDS,
@@ -34,16 +36,18 @@ async def prepare_ollama_chat(services: Services, body: OllamaChatRequest) -> Pr
     """Raises ApiError 400 naming the field, and the tokenizer's errors."""
     turns = _turns(services.tokenizer, body.messages)
     tools = read_tools(services.tokenizer, body.tools)
-    return await prepare_chat(services, _job(services, body, turns, tools))
+    form = call_form(Choice(), tools, json_format(body.format), only_one=False)
+    return await prepare_chat(services, _job(services, body, turns, tools, form))
 
 
 async def prepare_ollama_generate(services: Services, body: OllamaGenerateRequest) -> Prepared:
     """`raw`: the prompt as it is; else one turn of a conversation."""
     _no_images(body.images, "images")
+    form = form_of(json_format(body.format))
     if not body.raw:
         turns = [{"role": "system", "content": body.system}] if body.system else []
         return await prepare_chat(
-            services, _job(services, body, [*turns, {"role": "user", "content": body.prompt}], ())
+            services, _job(services, body, [*turns, {"role": "user", "content": body.prompt}], (), form)
         )
     if body.system:
         raise invalid("'system' cannot be put into a raw prompt.", param="system")
@@ -52,7 +56,9 @@ async def prepare_ollama_generate(services: Services, body: OllamaGenerateReques
         ids = await services.tokenizer.encode(body.prompt, limit=room.num_tokens)
     except PromptTooLong as error:
         raise room.too_long(error.at_least, "prompt") from error
-    return prepare(services, _sequences(services, body), [ids], "prompt", continues_prompt=True)
+    grammar = await grammar_of(services.tokenizer, form, Markup(), Region.ANSWER)
+    sequences = _sequences(services, body)
+    return prepare(services, sequences, [ids], "prompt", continues_prompt=True, grammar=grammar)
 
 
 def _sequences(services: Services, body: OllamaRequest) -> Sequences:
@@ -86,10 +92,15 @@ def _sequences(services: Services, body: OllamaRequest) -> Sequences:
 
 
 def _job(
-    services: Services, body: OllamaRequest, turns: list[dict[str, Any]], tools: tuple[dict[str, Any], ...]
+    services: Services,
+    body: OllamaRequest,
+    turns: list[dict[str, Any]],
+    tools: tuple[dict[str, Any], ...],
+    form: Form,
 ) -> ChatJob:
     sequences = _sequences(services, body)
     fields = {field.name: getattr(sequences, field.name) for field in dataclasses.fields(sequences)}
+    fields["form"] = form
     strip = services.config.strip_thinking if body.think is None else body.think is False
     return ChatJob(
         **fields,

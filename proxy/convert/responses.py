@@ -8,8 +8,9 @@ from typing import Any
 
 from mlx_mesh.proxy.convert.common import ChatJob
 from mlx_mesh.proxy.convert.sampling import sampling_params
+from mlx_mesh.proxy.convert.structure import response_format
 from mlx_mesh.proxy.convert.thinking import template_options
-from mlx_mesh.proxy.convert.tools import function_tool, require_tools, wants_tools
+from mlx_mesh.proxy.convert.tools import call_form, function_tool, read_choice, require_tools
 from mlx_mesh.proxy.convert.turns import earlier_reasoning, join_text, with_arguments_read
 from mlx_mesh.proxy.errors import invalid
 from mlx_mesh.proxy.schemas.responses import ResponsesRequest
@@ -58,6 +59,10 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
     turns = [*earlier, *item_turns(tokenizer, items)]
     if not turns:
         raise invalid("'input' has no items.", param="input")
+    tools = _tools(tokenizer, body)
+    choice = read_choice(body.tool_choice, tools)
+    one_call = body.parallel_tool_calls is False
+    text_format = (body.text or {}).get("format")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     job = ChatJob(
         id=f"resp_{uuid.uuid4().hex}",
@@ -66,8 +71,9 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
         max_tokens=body.max_output_tokens,
         max_time_s=body.max_time_s or 0.0,
         num_logprobs=body.num_logprobs,
-        tools=_tools(tokenizer, body),
-        one_call=body.parallel_tool_calls is False,
+        tools=tools if choice.may_call else (),
+        one_call=one_call,
+        form=call_form(choice, tools, response_format(text_format, "text.format"), only_one=one_call),
         template_options=template_options(
             tokenizer, effort=_effort(body.reasoning or {}), effort_param="reasoning.effort"
         ),
@@ -79,12 +85,6 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
 
 def _check(body: ResponsesRequest) -> None:
     text = body.text or {}
-    if text.get("format") not in (None, {"type": "text"}):
-        raise invalid(
-            "'text.format' is not supported here: output is not constrained; only plain text.",
-            param="text.format",
-            code="unsupported_parameter",
-        )
     if text.get("verbosity") not in (None, "medium"):
         raise invalid(
             "'text.verbosity' is not supported here: the model has no such setting.",
@@ -105,7 +105,6 @@ def _effort(reasoning: dict[str, Any]) -> str | None:
 
 
 def _tools(tokenizer: ModelTokenizer, body: ResponsesRequest) -> tuple[dict[str, Any], ...]:
-    may_call = wants_tools(body.tool_choice)
     if body.tools:
         require_tools(tokenizer, "tools")
     tools = []
@@ -118,7 +117,7 @@ def _tools(tokenizer: ModelTokenizer, body: ResponsesRequest) -> tuple[dict[str,
                 code="unsupported_parameter",
             )
         tools.append(function_tool(tool, f"tools[{at}]"))
-    return tuple(tools) if may_call else ()
+    return tuple(tools)
 
 
 # ---------------------------------------------------------------- items

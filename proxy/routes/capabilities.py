@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from mlx_mesh.proxy.convert.common import Room
 from mlx_mesh.proxy.errors import json_response
+from mlx_mesh.proxy.grammars import CAN_FORCE_CALLS
 from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS
@@ -61,11 +62,12 @@ async def capabilities(request: Request) -> Response:
                 "penalties": True,
                 "logit_bias": True,
                 "tools": services.tokenizer.takes_tools,
-                "forced_tool_choice": False,
+                "forced_tool_choice": services.tokenizer.can_constrain
+                and services.tokenizer.markup.family in CAN_FORCE_CALLS,
                 "reasoning_split": services.tokenizer.markup.has_reasoning,
                 "choices": True,
                 "cancel": True,
-                "structured_output": False,
+                "structured_output": services.tokenizer.can_constrain,
                 "images": False,
                 "audio": False,
                 "embeddings": False,

@@ -66,7 +66,6 @@ CHAT_FIELDS = FieldPolicy(
     refused={
         "functions": Refused("use tools, the newer name.", ([],)),
         "function_call": Refused("use tool_choice, the newer name.", ("none", "auto")),
-        "response_format": Refused("output is not constrained; only plain text.", ({"type": "text"},)),
         "modalities": Refused("only text is produced.", (["text"],)),
         "audio": Refused("only text is produced."),
         "verbosity": Refused("the model has no such setting.", ("medium",)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import ConfigDict, Field
@@ -50,6 +50,13 @@ class SamplingFields(CoreSampling):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    # The form of the answer; checked in `convert.structure`. All but the first are vLLM's names.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -74,6 +74,7 @@ class OllamaRequest(Strict):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     max_time_s: float = Field(default=0.0, gt=0, allow_inf_nan=False)
+    format: str | dict[str, Any] | None = None  # "json", or a JSON schema
 
     @property
     def num_logprobs(self) -> int | None:
@@ -104,14 +105,12 @@ class OllamaGenerateRequest(OllamaRequest):
     images: list[Any] = Field(default_factory=list)  # refused by name in `convert`
 
 
-_FORMAT = Refused("output is not constrained; only plain text.", ("",))
 _IGNORED = {"keep_alive": "the model stays loaded as long as the mesh runs"}
 
-OLLAMA_CHAT_FIELDS = FieldPolicy(body=OllamaChatRequest, refused={"format": _FORMAT}, ignored=_IGNORED)
+OLLAMA_CHAT_FIELDS = FieldPolicy(body=OllamaChatRequest, refused={}, ignored=_IGNORED)
 OLLAMA_GENERATE_FIELDS = FieldPolicy(
     body=OllamaGenerateRequest,
     refused={
-        "format": _FORMAT,
         "suffix": Refused("text is only continued, never filled in.", ("",)),
         "template": Refused("the mesh has one template.", ("",)),
         "context": Refused("send the conversation to /api/chat.", ([],)),

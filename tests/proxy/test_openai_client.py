@@ -72,8 +72,8 @@ def test_errors_become_the_clients_exceptions(
         ask(connect(front))
     client = connect(front, api_key="key-1")
     with pytest.raises(openai.BadRequestError) as bad:
-        ask(client, tool_choice="required")
-    assert (bad.value.param, bad.value.code) == ("tool_choice", "unsupported_parameter")
+        ask(client, modalities=["audio"])
+    assert (bad.value.param, bad.value.code) == ("modalities", "unsupported_parameter")
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "x"}])
     assert unknown.value.code == "model_not_found"

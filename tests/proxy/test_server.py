@@ -108,7 +108,7 @@ def test_capabilities_say_what_is_honoured_refused_and_ignored(plain_front: Any)
     assert body["world_size"] == 2
     chat = body["endpoints"]["/v1/chat/completions"]
     assert chat["available"] and "temperature" in chat["fields"]["honoured"]
-    assert "response_format" in chat["fields"]["refused"] and "user" in chat["fields"]["ignored"]
+    assert "modalities" in chat["fields"]["refused"] and "user" in chat["fields"]["ignored"]
 
 
 @pytest.mark.parametrize(

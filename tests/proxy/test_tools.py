@@ -147,8 +147,16 @@ def test_a_turn_with_calls_and_null_content_reaches_the_template(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "subtract"}}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "add"}]}},
+            "tool_choice",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [3]}},
+            "tool_choice.tools[0]",
+        ),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [ADD, {"type": "function"}]}, "tools[1].function"),

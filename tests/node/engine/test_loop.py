@@ -23,6 +23,7 @@ from mlx_mesh.mesh.messages import (
     WarmUp,
 )
 from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.grammar import GrammarReady, RowGrammar
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.scheduler import Produced, Scheduler
@@ -35,6 +36,7 @@ class CountingGeneration:
 
     log: list[str]
     rows: dict[str, int] = field(default_factory=dict)
+    grammars: dict[str, RowGrammar] = field(default_factory=dict)
     vocab_size: int = 320
     kv_tokens: int = 0
     longest_row: int = 0
@@ -97,6 +99,9 @@ class Stage:
         if self.commands and not isinstance(self.commands[0], StopEngine):
             return self.commands.pop(0)
         return None
+
+    def put(self, ready: GrammarReady) -> None:
+        raise AssertionError(f"no request here has a grammar: {ready}")
 
     def publish(self, plan: StepPlan) -> None:
         self.log.append("publish stop" if plan.stop else f"publish {plan.step}")
