@@ -78,7 +78,7 @@ def test_prompts_times_n_are_in_order(numbered: Any) -> None:
 
 
 def test_echo_puts_the_prompt_before_the_answer_in_both_modes(numbered: Any, ids_of: IdsOf) -> None:
-    body = {"prompt": ["say ", ids_of("tell ")], "echo": True}
+    body = {"prompt": [ids_of("say "), ids_of("tell ")], "echo": True}
     assert [c["text"] for c in numbered.post(TEXT, body).json()["choices"]] == [
         "say choice 0",
         "tell choice 1",
