@@ -3,6 +3,7 @@ machine gets the same answer."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from mlx_mesh.mesh.errors import PlacementError
@@ -13,6 +14,11 @@ Cost = tuple[int, ...]
 def split_units(num_units: int, weights: Sequence[int]) -> tuple[int, ...]:
     """Whole units per rank in proportion to `weights` by largest remainder, at least one each; of equal
     remainders the lower rank's comes first. Raises PlacementError when there are fewer units than ranks."""
+    return _split_units(num_units, tuple(weights))
+
+
+@functools.lru_cache(maxsize=65536)  # a search over weights asks the same of every kind of part
+def _split_units(num_units: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     if not weights or min(weights) < 1:
         raise PlacementError(f"Weights {tuple(weights)} cannot divide anything: each must be 1 or more.")
     if num_units < len(weights):

@@ -157,7 +157,8 @@ def _choose_weights(memory: ModelMemory, ranks: Sequence[Rank], speed: TensorSpe
     def badness(weights: tuple[int, ...]) -> tuple[int, int]:
         return _shortage(ranks, tensor_needs(memory, weights)), speed.step_ns(weights)
 
-    starts = sorted(candidates, key=badness)[:_NUM_STARTS]
+    are_alike = speed.rates.are_equal and len({rank.memory_bytes for rank in ranks}) == 1
+    starts = sorted(candidates, key=badness)[: 1 if are_alike else _NUM_STARTS]
     best = min((_refine(start, badness) for start in starts), key=badness)
     if badness(best)[0]:
         return None

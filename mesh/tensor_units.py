@@ -6,6 +6,7 @@ A rank has the groups [start, stop) of it; a layout says which elements of a par
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -55,6 +56,7 @@ def _blocks(segment: Segment, start: int, stop: int) -> Iterator[Range]:
             yield group // ratio * per_group, (group // ratio + 1) * per_group
 
 
+@functools.lru_cache(maxsize=65536)  # a search over weights asks the same again and again
 def count_of(layout: Layout, start: int, stop: int) -> int:
     """How many elements groups [start, stop) have."""
     return sum(b - a for a, b in ranges_of(layout, start, stop))
