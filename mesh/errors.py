@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 
@@ -44,9 +45,14 @@ class PreflightError(MeshError):
 
 
 class PlacementError(MeshError):
-    """The model cannot be split or does not fit as asked; the message says what would work."""
+    """The model cannot be split or does not fit as asked; the message says what would work. `missing_bytes`:
+    by how much it does not fit, host by host; {} when memory is not the reason."""
 
     exit_code = ExitCode.PLACEMENT
+
+    def __init__(self, message: str, missing_bytes: Mapping[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.missing_bytes = dict(missing_bytes or {})
 
 
 class BringUpError(MeshError):

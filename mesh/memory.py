@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlx_mesh.mesh.capacity import PlacementRequest, Rank
+from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint
 
 WORKING_BASE_BYTES = 256 * 1024**2
@@ -99,20 +101,22 @@ def format_bytes(value: int) -> str:
     return f"{value / 1e6:.0f} MB"
 
 
-def describe_misfit(
+def misfit(
     footprint: ModelFootprint,
     request: PlacementRequest,
     ranks: Sequence[Rank],
     needs: Sequence[Need],
     fits: Callable[[ModelMemory], bool],
-) -> str:
-    """The error text for needs that exceed a rank's memory: who is short, by how much, and what would work.
+) -> PlacementError:
+    """The error for needs that exceed a rank's memory: who is short, by how much, and what would work.
     `fits` says whether the model could be placed with other memory sums, that is another context."""
     context, sequences = request.context_for(footprint), request.num_sequences
     lines = ["The model does not fit."]
+    missing_bytes: Counter[str] = Counter()
     for rank, need in zip(ranks, needs, strict=True):
         missing = need.total - rank.memory_bytes
         if missing > 0:
+            missing_bytes[rank.host] += missing
             lines.append(
                 f"Rank {rank.rank} on {rank.host} needs {format_bytes(need.total)} (weights "
                 f"{format_bytes(need.weights)}, KV {format_bytes(need.kv)}, working memory "
@@ -133,4 +137,13 @@ def describe_misfit(
         lines.append(f"It would fit with 1 sequence of {SMALLEST_CONTEXT} tokens.")
     else:
         lines.append("No smaller context helps: add a host, raise a `memory_limit`, or use a smaller model.")
-    return "\n".join(lines)
+    return PlacementError("\n".join(lines), missing_bytes)
+
+
+def in_one_line(error: PlacementError) -> str:
+    """ "12.3 GB are missing (mac1 10.0 GB, mac3 2.3 GB)." or what else the reason is."""
+    missing = error.missing_bytes
+    if not missing:
+        return " ".join(str(error).split())
+    hosts = ", ".join(f"{host} {format_bytes(count)}" for host, count in missing.items())
+    return f"{format_bytes(sum(missing.values()))} are missing ({hosts})."

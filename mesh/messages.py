@@ -88,6 +88,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     link: Link | None = None  # the slowest between hosts, for placement; None = unknown
     server_rank: int = 0  # user rank of the leader (manual bootstrap); shown in status
     max_restarts: int = 3
+    elastic: bool = False  # take a host in again by itself that came back after the mesh went on without it
     paranoid: bool = False  # compare all ranks after each step, before its tokens are passed on
     deadlines: Deadlines = Deadlines()
 
@@ -452,7 +453,7 @@ AgentMessage = (
 
 
 class Welcome(Message, frozen=True):
-    """The agent is in; `ranks` are its mesh ranks."""
+    """The agent is in; `ranks` are its mesh ranks now, () of a standby."""
 
     ranks: tuple[int, ...]
     world_size: int
@@ -471,6 +472,7 @@ class StartEpoch(Message, frozen=True):
 
     epoch: int
     ranks: tuple[int, ...]
+    world_size: int
     address: str
 
 
@@ -530,6 +532,14 @@ class StatusQuery(Message, frozen=True):
     with_metrics: bool = False
 
 
+class ChangeNode(Message, frozen=True):
+    """Go on without a host, or with it again; `id` comes back in NodeReply."""
+
+    id: str
+    action: Literal["drain", "add"]
+    host: str
+
+
 class ProxyReady(Message, frozen=True):
     """The proxy accepts connections."""
 
@@ -549,7 +559,7 @@ class ProxyBeat(Message, frozen=True):
 
 PROXY_BEAT_S = 1.0
 
-ProxyRequest = Submit | Cancel | StatusQuery | ProxyReady | ProxyBeat
+ProxyRequest = Submit | Cancel | StatusQuery | ChangeNode | ProxyReady | ProxyBeat
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -571,6 +581,15 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_heartbeat_s: float | None
     is_leader: bool
     chip: str = ""
+    detail: str = ""
+
+
+class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One host of the hostfile, whether it serves or not."""
+
+    host: str
+    state: Literal["serving", "gone", "standby", "drained"]
+    ranks: tuple[int, ...]
     detail: str = ""
 
 
@@ -605,12 +624,25 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions | None
     context_length: int
     restarts: int = 0
+    hosts: tuple[HostStatus, ...] = ()
+    lineup: str = ""  # how it falls short of its hostfile, like "serving with 2 of 3 hosts since ..."
     metrics: tuple[Metric, ...] = ()  # when they were asked for
 
 
 class StatusReply(Message, frozen=True):
     id: str
     status: MeshStatus
+
+
+class NodeReply(Message, frozen=True):
+    """`error` '' = done or begun; else a code, and `message` says why not. `is_changing`: an epoch after
+    `epoch` will be the changed mesh."""
+
+    id: str
+    message: str
+    epoch: int
+    error: str = ""
+    is_changing: bool = False
 
 
 class Chunk(Message, frozen=True):
@@ -637,13 +669,14 @@ class Readiness(Message, frozen=True):
     context_length: int
     epoch: int
     kv: KvBudget = KvBudget()
+    lineup: str = ""  # see MeshStatus; '' = all hosts serve
 
 
 class Drain(Message, frozen=True):
     """Take no new request; the coordinator stops the proxy when open ones are done or late."""
 
 
-ProxyEvent = StatusReply | Chunk | Failed | Readiness | Drain
+ProxyEvent = StatusReply | NodeReply | Chunk | Failed | Readiness | Drain
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -705,6 +738,8 @@ class MeshReady(Message, frozen=True):
     epoch: int
     seconds: float
     restarted: bool = False  # True: after a recovery
+    world_size: int = 0
+    lineup: str = ""  # see MeshStatus
 
 
 class EpochEnded(Message, frozen=True):
@@ -715,6 +750,12 @@ class EpochEnded(Message, frozen=True):
     final: bool
 
 
+class MeshDown(Message, frozen=True):
+    """No epoch can begin with the hosts that are there; the mesh waits for others."""
+
+    reason: str
+
+
 class AgentFailed(Message, frozen=True):
     """The agent ends with this error and exit status."""
 
@@ -723,7 +764,10 @@ class AgentFailed(Message, frozen=True):
 
 
 class AgentStopped(Message, frozen=True):
+    """`by_coordinator`: it was sent away because the whole mesh ends."""
+
     reason: str
+    by_coordinator: bool = False
 
 
 LauncherEvent = (
@@ -734,6 +778,7 @@ LauncherEvent = (
     | LogLine
     | MeshReady
     | EpochEnded
+    | MeshDown
     | AgentFailed
     | AgentStopped
 )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from mlx_mesh.mesh.capacity import PlacementRequest, Rank
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
-from mlx_mesh.mesh.memory import ModelMemory, describe_misfit
+from mlx_mesh.mesh.memory import ModelMemory, misfit
 from mlx_mesh.mesh.partition import cheapest_stages, smallest_maximum
 from mlx_mesh.mesh.speed import PipelineSpeed
 from mlx_mesh.mesh.types import Shard
@@ -32,9 +32,7 @@ def plan_pipeline(
     if cuts is None:
         cuts = _least_short_cuts(memory, ranks)
         needs = [memory.stage(*stage_limits(cuts, rank.rank)) for rank in ranks]
-        raise PlacementError(
-            describe_misfit(footprint, request, ranks, needs, lambda other: _can_fit(other, ranks))
-        )
+        raise misfit(footprint, request, ranks, needs, lambda other: _can_fit(other, ranks))
     return tuple(stage_shard(memory, rank, *stage_limits(cuts, rank.rank)) for rank in ranks)
 
 

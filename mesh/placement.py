@@ -9,7 +9,7 @@ import msgspec
 from mlx_mesh.mesh.capacity import HostCapacity, PlacementRequest, Rank, ranks_of
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
-from mlx_mesh.mesh.memory import ModelMemory, describe_misfit, format_bytes
+from mlx_mesh.mesh.memory import ModelMemory, format_bytes, misfit
 from mlx_mesh.mesh.partition import split_units
 from mlx_mesh.mesh.pipeline_plan import fits_as_pipeline, plan_pipeline, stage_shard
 from mlx_mesh.mesh.speed import TENSOR_GAIN_PER_MILLE, PipelineSpeed, Prediction, TensorSpeed
@@ -78,14 +78,12 @@ def _plan_single(footprint: ModelFootprint, rank: Rank, request: PlacementReques
     memory = ModelMemory.for_request(footprint, request)
     need = memory.stage(0, num_layers)
     if need.total > rank.memory_bytes:
-        raise PlacementError(
-            describe_misfit(
-                footprint,
-                request,
-                [rank],
-                [need],
-                lambda other: other.stage(0, num_layers).total <= rank.memory_bytes,
-            )
+        raise misfit(
+            footprint,
+            request,
+            [rank],
+            [need],
+            lambda other: other.stage(0, num_layers).total <= rank.memory_bytes,
         )
     return stage_shard(memory, rank, 0, num_layers)
 
@@ -103,7 +101,8 @@ def _plan_auto(footprint: ModelFootprint, ranks: Sequence[Rank], request: Placem
         except PlacementError as no_tensor:
             raise PlacementError(
                 f"The model cannot be placed on {len(ranks)} ranks.\n"
-                f"As a pipeline: {no_pipeline}\nBy tensor: {no_tensor}"
+                f"As a pipeline: {no_pipeline}\nBy tensor: {no_tensor}",
+                no_pipeline.missing_bytes or no_tensor.missing_bytes,
             ) from None
         return _placement(
             footprint, Sharding.TENSOR, tensor, f"tensor, because a pipeline is impossible: {no_pipeline}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from mlx_mesh.mesh.capacity import PlacementRequest, Rank
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
-from mlx_mesh.mesh.memory import ModelMemory, Need, describe_misfit, need_of, part_of
+from mlx_mesh.mesh.memory import ModelMemory, Need, misfit, need_of, part_of
 from mlx_mesh.mesh.partition import split_units
 from mlx_mesh.mesh.pipeline_plan import most_stages
 from mlx_mesh.mesh.speed import TensorSpeed, shares
@@ -34,14 +34,12 @@ def plan_tensor(
         least = min(
             _candidates(memory, ranks, speed), key=lambda tried: _shortage(ranks, tensor_needs(memory, tried))
         )
-        raise PlacementError(
-            describe_misfit(
-                footprint,
-                request,
-                ranks,
-                tensor_needs(memory, least),
-                lambda other: _fitting_weights(other, ranks, speed) is not None,
-            )
+        raise misfit(
+            footprint,
+            request,
+            ranks,
+            tensor_needs(memory, least),
+            lambda other: _fitting_weights(other, ranks, speed) is not None,
         )
     units = attention_shares(footprint, weights)
     kv_per_token = footprint.kv_bytes_per_token

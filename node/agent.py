@@ -50,11 +50,12 @@ _PROBE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class AgentEnd:
-    """Why an agent ended. `is_error`: nobody else tells the user."""
+    """Why an agent ended. `is_error`: nobody else tells the user. `by_coordinator`: the mesh ends."""
 
     reason: str
     exit_code: ExitCode
     is_error: bool
+    by_coordinator: bool = False
 
 
 class Agent:
@@ -88,7 +89,6 @@ class Agent:
         self._link_is_up = False
         self._num_refused_links = 0
         self._has_joined = False
-        self._world_size = 0
         self._epoch_address = ""
         self._seq = 0
         self._orders: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
@@ -145,7 +145,7 @@ class Agent:
 
     def _finish(self, reason: str, exit_code: ExitCode, *, is_error: bool) -> None:
         if self._end is None:
-            self._end = AgentEnd(reason, exit_code, is_error)
+            self._end = AgentEnd(reason, exit_code, is_error, by_coordinator=self._is_sent_away)
 
     def _now(self) -> float:
         return self._clock.read(time.monotonic())
@@ -194,10 +194,10 @@ class Agent:
     def _welcome(self, message: Welcome) -> None:
         if not self._has_joined:
             ranks = ", ".join(map(str, message.ranks))
-            self._note(f"joined mesh {self._config.mesh_name} as rank {ranks} of {message.world_size}")
+            place = f"as rank {ranks} of {message.world_size}" if ranks else "and waits to be taken in"
+            self._note(f"joined mesh {self._config.mesh_name} {place}")
         self._has_joined = True
         self._deadlines = message.deadlines
-        self._world_size = message.world_size
         self._acked_at = self._now()
 
     # ------------------------------------------------------------ the coordinator's life
@@ -309,7 +309,7 @@ class Agent:
         await self._engines.start(
             order.epoch,
             order.ranks,
-            self._world_size,
+            order.world_size,
             order.address,
             self._deadlines.heartbeat_interval_s,
         )

@@ -91,10 +91,15 @@ async def bring_up(control: Control, plan: EpochPlan) -> None:
 async def _spawn(control: Control, plan: EpochPlan) -> None:
     """Engine processes start and say what they imported."""
     control.enter(Phase.STARTING)
-    for seat, member in list(control.roster.members()):
+    for seat, member in list(control.roster.placed()):
         control.send(
             member,
-            StartEpoch(epoch=plan.epoch, ranks=seat.ranks, address=plan.addresses[seat.host]),
+            StartEpoch(
+                epoch=plan.epoch,
+                ranks=seat.ranks,
+                world_size=control.roster.world_size,
+                address=plan.addresses[seat.host],
+            ),
         )
     ranks = control.roster.ranks
     await _barrier(
@@ -154,7 +159,7 @@ async def _connect(control: Control, plan: EpochPlan) -> None:
 
 async def _reserve_ports(control: Control, plan: EpochPlan) -> tuple[tuple[str, ...], ...]:
     """ "ip:port"s by rank."""
-    members = list(control.roster.members())
+    members = list(control.roster.placed())
     for _, member in members:
         control.send(member, ReservePorts(epoch=plan.epoch, num_per_rank=1))
 
@@ -282,7 +287,15 @@ def _host_verdict(seat: Seat, evidence: str) -> Verdict:
 
 
 def _rdma(roster: Roster) -> tuple[tuple[str | None, ...], ...]:
-    rows = tuple(seat.plan.rdma for seat in roster.seats for _ in seat.ranks)
+    """A row per rank, a column per host that takes part."""
+    placed = [seat for seat in roster.seats if seat.ranks]
+    rows = tuple(
+        tuple(seat.plan.rdma[other.index] for other in placed)
+        if len(seat.plan.rdma) == len(roster.seats)
+        else seat.plan.rdma
+        for seat in placed
+        for _ in seat.ranks
+    )
     return rows if any(rows) else ()
 
 

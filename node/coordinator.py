@@ -22,18 +22,22 @@ from mlx_mesh.mesh.kv_budget import KvBudget, kv_budget
 from mlx_mesh.mesh.membership import ObservedClock, RestartBudget, Verdict, VerdictKind, judge
 from mlx_mesh.mesh.messages import (
     AgentConfig,
+    ChangeNode,
     CoordinatorMessage,
     EngineCommand,
     EpochEnded,
+    MeshDown,
     MeshReady,
     MeshStatus,
     Metric,
+    NodeReply,
     PlanChosen,
     ProxyConfig,
     Shutdown,
     StopEngine,
     StopEpoch,
 )
+from mlx_mesh.mesh.survivors import Serve, StayDown
 from mlx_mesh.mesh.types import Backend, Phase, Placement, Sharding
 from mlx_mesh.node.bring_up import EpochPlan, bring_up, choose_backend
 from mlx_mesh.node.channel import CoordinatorChannel
@@ -43,6 +47,7 @@ from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
 from mlx_mesh.node.front import Front
 from mlx_mesh.node.gathering import compare_hosts, place_model, plan_links, seat_names, who_is_missing
 from mlx_mesh.node.inspection import inspect_model
+from mlx_mesh.node.lineup import Lineup
 from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
 from mlx_mesh.node.processes import ProcessId
@@ -67,6 +72,10 @@ class EpochBroken(Exception):
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(str(verdict))
         self.verdict = verdict
+
+
+class _LeaveEpoch(Exception):
+    """Nothing is wrong; other hosts shall serve. The message says why."""
 
 
 class _Stopped(Exception):
@@ -135,12 +144,14 @@ class Coordinator:
             send=self._front.send,
             command=lambda command: self.command(0, command),
             status=self.status,
+            change_node=self._change_node,
             now=self._now,
             world_size=self.roster.world_size,
             max_open=self.mesh.max_sequences + self.mesh.max_queue,
             request_s=self.deadlines.request_s,
         )
         self._front.greet_with(lambda: self._desk.readiness)
+        self._lineup = Lineup(self.roster, self.deadlines, place=self._place, now=self._now)
         self._switchboard = Switchboard(
             channel,
             self.roster,
@@ -210,6 +221,8 @@ class Coordinator:
                 await self._serve()
             except EpochBroken as broken:
                 budget = await self._recover(broken.verdict, budget)
+            except _LeaveEpoch as leave:
+                await self._leave_epoch(str(leave))
 
     async def _shutdown(self, reason: str, exit_code: ExitCode) -> None:
         self._desk.pause(reason)
@@ -302,11 +315,12 @@ class Coordinator:
     # ------------------------------------------------------------ epochs
 
     async def _gather(self) -> None:
-        """Until an agent sits on every seat, and all have the same versions and model."""
+        """Until it is decided who takes part, and these are there with the same versions and model. At first
+        all hosts must come."""
         if self._was_ready:
-            limit_s, name = self.deadlines.rejoin_timeout_s, "rejoin_timeout_s"
-        else:
-            limit_s, name = self.deadlines.join_s, "join_s"
+            await self._assemble()
+            return
+        limit_s = self.deadlines.join_s
         if missing := self.roster.missing():
             self._desk.pause(f"waiting for {seat_names(self.roster, missing)}")
         await self.wait(
@@ -314,11 +328,42 @@ class Coordinator:
             self.timer(limit_s),
             lambda: BringUpError(
                 who_is_missing(
-                    self.roster, limit_s, name, self._channel.endpoint, self._channel.num_failed_handshakes
+                    self.roster,
+                    limit_s,
+                    "join_s",
+                    self._channel.endpoint,
+                    self._channel.num_failed_handshakes,
                 )
             ),
         )
         compare_hosts(self.roster)
+
+    async def _assemble(self) -> None:
+        """Of a mesh that was ready: wait for those who may come back, then go on with who is there; or wait,
+        down, until the model fits."""
+        is_down = False
+        while True:
+            self._check()
+            decision = self._lineup.decide()
+            if isinstance(decision, Serve):
+                break
+            words = self._lineup.describe_wait(decision)
+            if isinstance(decision, StayDown) and not is_down:
+                is_down = True
+                self._output.event(MeshDown(reason=words))
+                self._desk.go_down(words)
+            self._desk.pause(words)
+            await self._pause(TICK_S)
+        changed = self._lineup.settle(decision)
+        if changed:
+            self._next_cause = "; ".join(filter(None, (self._next_cause, changed)))
+            self._output.note(
+                f"going on with {len(decision.hosts)} of {len(self.roster.seats)} hosts: {changed}"
+            )
+        if changed or self._placement is None:
+            placement = self._place(decision.hosts)
+            self.roster.place(decision.hosts)
+            self._set_placement(placement)
 
     async def _inspect(self, model: Path) -> None:
         adapter = Path(self._config.adapter) if self._config.adapter else None
@@ -335,9 +380,8 @@ class Coordinator:
         )
         assert self._footprint is not None
         if self._placement is None:
-            self._placement = place_model(self.roster, self._footprint)
-            self._backend = choose_backend(self.mesh.backend, self.roster.world_size)
-            self._output.event(PlanChosen(placement=self._placement, backend=self._backend))
+            self._set_placement(self._place(tuple(range(len(self.roster.seats)))))
+        assert self._placement is not None
         self._addresses = plan_links(self.roster)
         is_pipeline = self._placement.sharding is Sharding.PIPELINE
         return EpochPlan(
@@ -354,6 +398,15 @@ class Coordinator:
             is_paranoid=self.mesh.paranoid,
         )
 
+    def _place(self, hosts: tuple[int, ...]) -> Placement:
+        assert self._footprint is not None
+        return place_model(self.roster, self._footprint, hosts)
+
+    def _set_placement(self, placement: Placement) -> None:
+        self._placement = placement
+        self._backend = choose_backend(self.mesh.backend, self.roster.world_size)
+        self._output.event(PlanChosen(placement=placement, backend=self._backend))
+
     def _context_length(self) -> int:
         model = self._footprint.context_length if self._footprint is not None else 0
         return self.mesh.context_length or model
@@ -368,7 +421,7 @@ class Coordinator:
         return self.roster.epoch.ready_at is not None
 
     def _begin_epoch(self) -> None:
-        self.roster.begin_epoch(self._next_cause, self._now())
+        self.roster.begin_epoch(self._next_cause or "planned anew", self._now())
         self._counters.num_epochs += 1
         self._desk.pause("loading the model")
 
@@ -380,22 +433,43 @@ class Coordinator:
         self._counters.note_ready(
             self.age(epoch.began_at), None if self._broke_at is None else self.age(self._broke_at)
         )
-        num_again = self._desk.open(epoch.number, self._context_length(), self._kv_budget())
+        lineup = self._lineup.describe()
+        if lineup:
+            self._output.note(lineup)
+        num_again = self._desk.open(
+            epoch.number,
+            self._context_length(),
+            self._kv_budget(),
+            world_size=self.roster.world_size,
+            lineup=lineup,
+        )
         if num_again:
             self._output.note(f"admitted {num_again} open requests again")
         self._output.event(
             MeshReady(
                 url=self._url,
                 epoch=epoch.number,
-                seconds=self.age(epoch.began_at if self._num_restarts else self._started_at),
-                restarted=self._num_restarts > 0,
+                seconds=self.age(epoch.began_at if epoch.number > 1 else self._started_at),
+                restarted=epoch.number > 1,
+                world_size=self.roster.world_size,
+                lineup=lineup,
             )
         )
 
     async def _serve(self) -> None:
-        """Until the end is asked for; raises _Stopped after the open requests are done or drain_s is over."""
+        """Until the end is asked for; raises _Stopped after the open requests are done or drain_s is over,
+        and _LeaveEpoch when other hosts shall serve."""
         never: Callable[[], float | None] = lambda: None  # noqa: E731
-        await self.wait(lambda: self._stop_reason is not None, never, _no_verdict)
+        other_hosts = ""
+
+        def must_look() -> bool:
+            nonlocal other_hosts
+            other_hosts = self._lineup.wants()
+            return self._stop_reason is not None or bool(other_hosts)
+
+        await self.wait(must_look, never, _no_verdict)
+        if self._stop_reason is None:
+            raise _LeaveEpoch(other_hosts)
         self._desk.drain()
         self._output.note(f"{self._stop_reason}: {len(self._desk.journal)} open requests may finish")
         with contextlib.suppress(EpochBroken):
@@ -405,6 +479,17 @@ class Coordinator:
                 lambda: Verdict(None, "", Phase.READY, "drain_s is over"),
             )
         raise _Stopped
+
+    async def _leave_epoch(self, why: str) -> None:
+        """End an epoch with which nothing is wrong. Open requests go on in the next one."""
+        epoch = self.roster.epoch
+        epoch.ready_at = None
+        self._broke_at = self._now()
+        self._desk.epoch_left()
+        self._output.event(EpochEnded(epoch=epoch.number, cause=why, final=False))
+        self._desk.pause(f"planning anew: {why}")
+        await self._stop_epoch(why, gently=False)
+        self._next_cause = ""  # what changes then will be the cause
 
     async def _recover(self, verdict: Verdict, budget: RestartBudget) -> RestartBudget:
         """End the broken epoch on all hosts; returns when the next one may begin. Raises MeshError when there
@@ -416,9 +501,11 @@ class Coordinator:
         self._count(verdict)
         num_convicted = self._desk.epoch_ended(by_itself=verdict.by_itself)
         self._counters.num_convicted += num_convicted
-        # An epoch that a request is to blame for says nothing about the mesh.
+        # An epoch that a request is to blame for says nothing about the mesh, nor does a host that went away
+        # from one that was ready: the others can go on without it.
+        is_elsewhere = num_convicted > 0 or (verdict.rank is None and ready_s > 0)
         budget = budget.epoch_ended(
-            str(verdict), completed_step=epoch.has_completed_step or num_convicted > 0, ready_s=ready_s
+            str(verdict), completed_step=epoch.has_completed_step or is_elsewhere, ready_s=ready_s
         )
         is_final = not verdict.retryable or budget.is_exhausted
         self._output.event(EpochEnded(epoch=epoch.number, cause=str(verdict), final=is_final))
@@ -497,8 +584,7 @@ class Coordinator:
         while True:
             if lag := self._clock.tick(time.monotonic()):
                 self._output.note(f"this host did not run for {lag:.1f} s; nobody is blamed for that time")
-            if not self.roster.epoch.is_open:
-                self._switchboard.expire_members()
+            self._switchboard.expire_members(with_placed=not self.roster.epoch.is_open)
             self._desk.expire()
             self._changed.set()
             await asyncio.sleep(TICK_S)
@@ -543,6 +629,8 @@ class Coordinator:
             versions=leader.hello.versions if leader.hello else None,
             context_length=self._context_length(),
             restarts=self._num_restarts,
+            hosts=self._lineup.rows(),
+            lineup=self._lineup.describe() if self._was_ready else "",
             metrics=self._metrics() if with_metrics else (),
         )
 
@@ -553,7 +641,18 @@ class Coordinator:
             rejected_messages=self._switchboard.num_rejected_messages,
             lost_links=self._channel.num_lost_links,
         )
-        return metrics_of(self._counters, channel, self.roster, self._desk, self._kv_budget())
+        return metrics_of(
+            self._counters, channel, self.roster, self._desk, self._kv_budget(), self._lineup.changes
+        )
+
+    def _change_node(self, request: ChangeNode) -> NodeReply:
+        if not self._was_ready:
+            message = f"The mesh is not ready: {self._desk.readiness.reason}."
+            return NodeReply(id=request.id, error="not_ready", message=message, epoch=0)
+        reply = self._lineup.change(request)
+        self._output.note(f"asked to {request.action} {request.host}: {reply.message}")
+        self._changed.set()
+        return reply
 
     def _model_id(self) -> str:
         """The id in answers: a hub id as it is, of a folder its name."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
 from mlx_mesh.mesh.messages import Metric
 from mlx_mesh.node.desk import Desk
+from mlx_mesh.node.lineup import Change
 from mlx_mesh.node.roster import RankRecord, Roster
 
 
@@ -47,11 +49,17 @@ class ChannelCounters:
 
 
 def metrics_of(
-    counters: MeshCounters, channel: ChannelCounters, roster: Roster, desk: Desk, kv: KvBudget
+    counters: MeshCounters,
+    channel: ChannelCounters,
+    roster: Roster,
+    desk: Desk,
+    kv: KvBudget,
+    changes: Mapping[Change, int],
 ) -> tuple[Metric, ...]:
     """Everything, in the order in which it is shown."""
     return (
         *_of_epochs(counters),
+        *_of_hosts(roster, changes),
         *_of_channel(channel),
         *_of_requests(desk),
         *(m for record in roster.ranks for m in _of_rank(record, roster.host_of(record.rank), kv)),
@@ -79,6 +87,18 @@ def _of_epochs(counters: MeshCounters) -> Iterator[Metric]:
     text = "Requests that ended because they ended an engine while alone in it"
     yield _counter("convicted_requests", text, counters.num_convicted)
     yield _counter("divergences", "Epochs that ended because ranks disagreed", counters.num_divergences)
+
+
+def _of_hosts(roster: Roster, changes: Mapping[Change, int]) -> Iterator[Metric]:
+    """The number of ranks is the front end's own mlx_mesh_world_size."""
+    yield _gauge("hosts", "Hosts of the hostfile", len(roster.seats))
+    yield _gauge(
+        "hosts_serving", "Hosts that hold a part of the model", sum(bool(s.ranks) for s in roster.seats)
+    )
+    yield _gauge("hosts_connected", "Hosts whose agent is there", sum(s.is_taken for s in roster.seats))
+    for why in get_args(Change):
+        text = "Hosts that left the plan or came into it, by reason"
+        yield _counter("host_changes", text, changes.get(why, 0), why=why)
 
 
 def _of_channel(channel: ChannelCounters) -> Iterator[Metric]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import (
     Cancel,
+    ChangeNode,
     Chunk,
     Drain,
     EngineCommand,
     Failed,
     GenerateRequest,
     MeshStatus,
+    NodeReply,
     ProxyBeat,
     ProxyEvent,
     ProxyReady,
@@ -28,6 +32,8 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.node.journal import Journal
 
 RETRY_AFTER_S = 5
+DOWN_RETRY_AFTER_S = 30
+"""When a host has to come back first."""
 
 
 class Desk:
@@ -39,6 +45,7 @@ class Desk:
         send: Callable[[ProxyEvent], None],
         command: Callable[[EngineCommand], None],
         status: Callable[[bool], MeshStatus],
+        change_node: Callable[[ChangeNode], NodeReply],
         now: Callable[[], float],
         world_size: int,
         max_open: int,
@@ -49,11 +56,12 @@ class Desk:
         self._send = send
         self._command = command
         self._status = status
+        self._change_node = change_node
         self._now = now
         self._max_open = max_open
         self._request_s = request_s
         self._owed_since: float | None = None
-        self._was_ready = False
+        self._is_waiting_room = False  # requests that come while no engine leads wait for the next one
         self.is_draining = False
         self.num_resumed = self.num_cancelled = self.num_expired = 0
         self.num_refused: Counter[str] = Counter()  # by code
@@ -79,12 +87,30 @@ class Desk:
 
     # ------------------------------------------------------------ epochs
 
-    def open(self, epoch: int, context_length: int, kv: KvBudget | None = None) -> int:
+    def open(
+        self,
+        epoch: int,
+        context_length: int,
+        kv: KvBudget | None = None,
+        *,
+        world_size: int = 0,
+        lineup: str = "",
+    ) -> int:
         """All ranks of `epoch` are ready: admit what is open and take new requests. Returns how many were
-        open."""
+        open. `world_size` 0: as before; `lineup`: see Readiness."""
         self._owed_since = self._now()
-        self._was_ready = True
-        self._announce(ready=True, reason="", epoch=epoch, context_length=context_length, kv=kv or KvBudget())
+        self._is_waiting_room = True
+        self._announce(
+            Readiness(
+                ready=True,
+                reason="",
+                world_size=world_size or self.readiness.world_size,
+                context_length=context_length,
+                epoch=epoch,
+                kv=kv or KvBudget(),
+                lineup=lineup,
+            )
+        )
         self._admit()
         return len(self.journal)
 
@@ -99,6 +125,10 @@ class Desk:
             self.num_resumed += bool(request.sent_ids)
             self._command(Submit(request=request))
 
+    def epoch_left(self) -> None:
+        """No engine leads any more, because other hosts shall serve: nobody is to blame."""
+        self.journal.epoch_left()
+
     def epoch_ended(self, *, by_itself: bool) -> int:
         """No engine leads any more. Requests that are to blame end here; returns how many."""
         convicted = self.journal.epoch_ended(by_itself=by_itself)
@@ -112,13 +142,13 @@ class Desk:
 
     def pause(self, reason: str) -> None:
         """No engine leads now. Open requests stay in the journal."""
-        self._announce(
-            ready=False,
-            reason=reason,
-            epoch=self.readiness.epoch,
-            context_length=self.readiness.context_length,
-            kv=self.readiness.kv,
-        )
+        self._announce(msgspec.structs.replace(self.readiness, ready=False, reason=reason, lineup=""))
+
+    def go_down(self, reason: str) -> None:
+        """Nobody knows when there will be an engine again: open requests end, and none is kept meanwhile."""
+        self.pause(reason)
+        self._is_waiting_room = False
+        self.fail_all("not_ready", f"The mesh is {reason}", DOWN_RETRY_AFTER_S)
 
     def drain(self) -> None:
         """Take no new request; open ones go on."""
@@ -149,15 +179,7 @@ class Desk:
             message = f"The request was not finished within {name} = {limit_s:g} s."
             self._send(Failed(id=request_id, code="timeout", message=message))
 
-    def _announce(self, *, ready: bool, reason: str, epoch: int, context_length: int, kv: KvBudget) -> None:
-        readiness = Readiness(
-            ready=ready,
-            reason=reason,
-            world_size=self.readiness.world_size,
-            context_length=context_length,
-            epoch=epoch,
-            kv=kv,
-        )
+    def _announce(self, readiness: Readiness) -> None:
         if readiness != self.readiness:
             self.readiness = readiness
             self._send(readiness)
@@ -194,6 +216,8 @@ class Desk:
                 self._cancel(request_id)
             case StatusQuery(id=query_id):
                 self._send(StatusReply(id=query_id, status=self._status(request.with_metrics)))
+            case ChangeNode():
+                self._send(self._change_node(request))
             case ProxyReady() | ProxyBeat():
                 pass
 
@@ -213,7 +237,7 @@ class Desk:
         """Code, message and seconds to wait, for a request that cannot be taken."""
         if self.is_draining:
             return "draining", "The mesh is shutting down.", RETRY_AFTER_S
-        if not self.is_ready and not self._was_ready:
+        if not self.is_ready and not self._is_waiting_room:
             return "not_ready", f"The mesh is not ready: {self.readiness.reason}.", RETRY_AFTER_S
         if request.id in self.journal:
             return "duplicate_request", f"The request id {request.id} is in use.", 0

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_mesh.mesh.errors import PreflightError
+import msgspec
+
+from mlx_mesh.mesh.errors import PlacementError, PreflightError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.messages import Join
 from mlx_mesh.mesh.placement import HostCapacity, PlacementRequest, plan_placement
 from mlx_mesh.mesh.topology import HostLink, plan_addresses
-from mlx_mesh.mesh.types import Placement, Versions
+from mlx_mesh.mesh.types import Placement, Sharding, Versions
 from mlx_mesh.node.roster import Roster, Seat
 
 _NUM_REFUSALS = 3
@@ -25,9 +28,9 @@ def seat_names(roster: Roster, seats: Sequence[Seat]) -> str:
         if seat.plan.name or seat.member is not None:
             about.append(f"host {seat.host}")
         if shift := roster.mesh.server_rank:
-            user_ranks = ((rank + shift) % roster.world_size for rank in seat.ranks)
+            user_ranks = ((rank + shift) % roster.full_size for rank in seat.planned_ranks)
             about.append("RANK=" + ",".join(map(str, user_ranks)))
-        ranks = ", ".join(map(str, seat.ranks))
+        ranks = ", ".join(map(str, seat.planned_ranks))
         parts.append(f"rank {ranks} ({', '.join(about)})" if about else f"rank {ranks}")
     return ", ".join(parts)
 
@@ -111,19 +114,39 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def place_model(roster: Roster, footprint: ModelFootprint) -> Placement:
-    """What each rank holds. Raises PlacementError."""
+def mismatch(roster: Roster, join: Join) -> str:
+    """Why a host that comes later cannot take part in a mesh that runs: its versions or its model are others
+    than the leader's. '' when they are the same."""
+    leader = roster.seats[0].member
+    if leader is None or not leader.join.facts.model_digest:
+        return ""
+    mine, its = leader.join.facts, join.facts
+    if its.model_error:
+        return f"host {join.host}: {its.model_error}"
+    if differences := version_differences({roster.seats[0].host: mine.versions, join.host: its.versions}):
+        return f"host {join.host} has other versions now:\n{differences}\nInstall the same ones."
+    if its.model_digest != mine.model_digest:
+        return f"host {join.host} has another model now: copy the folder of {roster.seats[0].host} there."
+    return ""
+
+
+def place_model(roster: Roster, footprint: ModelFootprint, chosen: Sequence[int]) -> Placement:
+    """What each rank of the chosen hosts holds, all of which are there. Fewer than all hosts cannot keep what
+    was asked of all of them: pinned layers, and a sharding that is impossible for so few. Raises
+    PlacementError."""
+    is_whole = len(chosen) == len(roster.seats)
     hosts = [
         HostCapacity(
             name=seat.host,
             slots=seat.plan.slots,
             usable_memory_bytes=member.join.facts.usable_memory_bytes,
-            layers=seat.plan.layers,
+            layers=seat.plan.layers if is_whole else (),
             memory_limit_bytes=seat.plan.memory_limit_bytes,
             memory_rate=seat.plan.memory_rate,
             matrix_rate=seat.plan.matrix_rate,
         )
         for seat, member in roster.members()
+        if seat.index in chosen
     ]
     request = PlacementRequest(
         sharding=roster.mesh.sharding,
@@ -131,7 +154,15 @@ def place_model(roster: Roster, footprint: ModelFootprint) -> Placement:
         num_sequences=roster.mesh.plan_sequences,
         link=roster.mesh.link,
     )
-    return plan_placement(footprint, hosts, request)
+    if is_whole or request.sharding is Sharding.AUTO:
+        return plan_placement(footprint, hosts, request)
+    try:
+        return plan_placement(footprint, hosts, request)
+    except PlacementError as impossible:
+        free = msgspec.structs.replace(request, sharding=Sharding.AUTO)
+        placement = plan_placement(footprint, hosts, free)
+        why = f"not {request.sharding} as asked, with {len(hosts)} of {len(roster.seats)} hosts: {impossible}"
+        return msgspec.structs.replace(placement, reasons=(*placement.reasons, why))
 
 
 def plan_links(roster: Roster) -> dict[str, str]:
@@ -144,6 +175,6 @@ def plan_links(roster: Roster) -> dict[str, str]:
                 joined=member.join.address,
                 addresses=member.join.facts.addresses,
             )
-            for seat, member in roster.members()
+            for seat, member in roster.placed()
         ]
     )

@@ -122,6 +122,12 @@ class Journal:
             entry.num_tokens_before = len(entry.sent_ids)
         return tuple(entry.request.id for entry in convicted)
 
+    def epoch_left(self) -> None:
+        """No engine has any request now, and none is to blame for that."""
+        for entry in self._entries.values():
+            entry.is_submitted = entry.took_part = False
+            entry.num_tokens_before = len(entry.sent_ids)
+
     def cancel(self, request_id: str) -> bool:
         """Note that nobody waits any more; it is not admitted again. False = not open."""
         entry = self._entries.get(request_id)

@@ -94,7 +94,7 @@ class AgentProcess:
         if end.is_error:
             self._output.event(AgentFailed(message=end.reason, exit_code=end.exit_code))
         else:
-            self._output.event(AgentStopped(reason=end.reason))
+            self._output.event(AgentStopped(reason=end.reason, by_coordinator=end.by_coordinator))
         await asyncio.to_thread(self._output.close)
         return end.exit_code
 

@@ -20,6 +20,7 @@ from mlx_mesh.mesh.messages import (
     EpochEnded,
     LauncherEvent,
     LogLine,
+    MeshDown,
     MeshReady,
     PlanChosen,
     RankProgress,
@@ -97,10 +98,13 @@ def words(event: LauncherEvent) -> str:
             return f"[{event.rank} {event.host}] {event.line}"
         case MeshReady():
             again = "again " if event.restarted else ""
-            return f"ready {again}after {event.seconds:.1f} s: {event.url}"
+            lineup = f", {event.lineup}" if event.lineup else ""
+            return f"ready {again}after {event.seconds:.1f} s: {event.url}{lineup}"
         case EpochEnded():
             what = "the mesh ends" if event.final else "starting the next one"
             return f"epoch {event.epoch} ended: {event.cause}; {what}"
+        case MeshDown():
+            return event.reason
         case AgentFailed():
             return f"error: {event.message}"
         case AgentStopped():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_mesh.mesh.divergence import DigestBook, Divergence
@@ -141,6 +141,7 @@ class Member:
     peer: bytes
     join: Join
     beat_at: float
+    joined_at: float = 0.0
     last_seq: int = 0
     lost: str = ""  # in words; '' = connected
     broke_epoch: str = ""  # it is here, but cannot go on in the current epoch, and why
@@ -150,18 +151,23 @@ class Member:
 
 @dataclass(slots=True)
 class Seat:
-    """One host that the mesh expects."""
+    """One host that the mesh expects. Who has no ranks now takes no part."""
 
+    index: int
     plan: HostPlan
+    planned_ranks: tuple[int, ...]  # when all hosts take part; a manual bootstrap knows them by these
     ranks: tuple[int, ...]
     member: Member | None = None
+    is_wanted: bool = True
+    is_drained: bool = False
+    num_lost: int = 0
 
     @property
     def host(self) -> str:
         """The planned name, or in a manual bootstrap the one that the agent gave."""
         if self.plan.name:
             return self.plan.name
-        return self.member.join.host if self.member is not None else f"of rank {self.ranks[0]}"
+        return self.member.join.host if self.member is not None else f"of rank {self.planned_ranks[0]}"
 
     @property
     def is_taken(self) -> bool:
@@ -175,10 +181,11 @@ class Roster:
         self.mesh = mesh
         self.seats: list[Seat] = []
         first = 0
-        for plan in mesh.hosts:
-            self.seats.append(Seat(plan=plan, ranks=tuple(range(first, first + plan.slots))))
+        for index, plan in enumerate(mesh.hosts):
+            ranks = tuple(range(first, first + plan.slots))
+            self.seats.append(Seat(index=index, plan=plan, planned_ranks=ranks, ranks=ranks))
             first += plan.slots
-        self.world_size = first
+        self.full_size = self.world_size = first
         self.ranks = [RankRecord(rank=rank) for rank in range(first)]
         self.epoch = EpochRecord()
         self.refusals: list[str] = []
@@ -190,6 +197,21 @@ class Roster:
         for seat in self.seats:
             if seat.member is not None and not seat.member.lost:
                 yield seat, seat.member
+
+    def placed(self) -> Iterator[tuple[Seat, Member]]:
+        """Of these the ones that have ranks."""
+        return ((seat, member) for seat, member in self.members() if seat.ranks)
+
+    def place(self, hosts: Sequence[int]) -> None:
+        """Give ranks to these hosts, by their places, and to no other. Not while an epoch is open."""
+        assert not self.epoch.is_open
+        first = 0
+        for seat in self.seats:
+            count = seat.plan.slots if seat.index in hosts else 0
+            seat.ranks = tuple(range(first, first + count))
+            first += count
+        self.world_size = first
+        self.ranks = [RankRecord(rank=rank) for rank in range(first)]
 
     def find(self, peer: bytes) -> tuple[Seat, Member] | None:
         """The connected member with this socket identity."""
@@ -213,14 +235,14 @@ class Roster:
             )
         if join.mesh_name != self.mesh.name:
             return f"this is mesh {self.mesh.name}, not {join.mesh_name}: check the coordinator's address."
-        if join.world_size and join.world_size != self.world_size:
+        if join.world_size and join.world_size != self.full_size:
             return (
                 f"host {join.host} expects world size {join.world_size}, the coordinator has "
-                f"{self.world_size}. Give all ranks the same WORLD_SIZE."
+                f"{self.full_size}. Give all ranks the same WORLD_SIZE."
             )
         seat = self._seat_for(join)
         if seat is None:
-            expected = ", ".join(f"{s.host} (rank {_ranks(s.ranks)})" for s in self.seats)
+            expected = ", ".join(f"{s.host} (rank {_ranks(s.planned_ranks)})" for s in self.seats)
             asked = f" with rank {_ranks(join.ranks)}" if join.ranks else ""
             return (
                 f"host {join.host}{asked} is not expected in mesh {self.mesh.name}; expected are: {expected}."
@@ -232,7 +254,7 @@ class Roster:
     def _seat_for(self, join: Join) -> Seat | None:
         for seat in self.seats:
             if join.ranks:
-                if seat.ranks == join.ranks and seat.plan.name in ("", join.host):
+                if seat.planned_ranks == join.ranks and seat.plan.name in ("", join.host):
                     return seat
             elif seat.plan.name == join.host:
                 return seat
@@ -300,7 +322,8 @@ class Roster:
         )
 
     def agent_views(self, now: float) -> list[AgentView]:
-        """For mesh.membership. A seat whose agent is lost is in the list, an empty one is not."""
+        """For mesh.membership. A seat whose agent is lost is in the list; one that is empty or takes no part
+        is not."""
         return [
             AgentView(
                 host=seat.host,
@@ -309,7 +332,7 @@ class Roster:
                 lost=seat.member.lost or seat.member.broke_epoch,
             )
             for seat in self.seats
-            if seat.member is not None
+            if seat.member is not None and seat.ranks
         ]
 
 

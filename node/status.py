@@ -31,7 +31,7 @@ def _row(
     loaded = record.reached.get(Phase.LOADED)
     return RankStatus(
         rank=record.rank,
-        user_rank=(record.rank + roster.mesh.server_rank) % roster.world_size,
+        user_rank=(_planned_rank(record.rank, seat) + roster.mesh.server_rank) % roster.full_size,
         host=seat.host,
         address=addresses.get(seat.host, member.join.address if member else ""),
         agent_pid=member.join.agent_pid if member else 0,
@@ -48,6 +48,11 @@ def _row(
         chip=member.join.facts.chip if member else "",
         detail=_detail(record, seat),
     )
+
+
+def _planned_rank(rank: int, seat: Seat) -> int:
+    """The number of a rank when all hosts take part, which is what a user gave it."""
+    return seat.planned_ranks[seat.ranks.index(rank)]
 
 
 def phase_of(record: RankRecord) -> Phase:

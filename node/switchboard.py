@@ -33,6 +33,7 @@ from mlx_mesh.mesh.messages import (
     Refused,
     RequestFailed,
     StepDigest,
+    StopEpoch,
     ToEngine,
     Tokens,
     Welcome,
@@ -40,6 +41,7 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.mesh.types import Phase
 from mlx_mesh.node.channel import CoordinatorChannel
 from mlx_mesh.node.desk import Desk
+from mlx_mesh.node.gathering import mismatch
 from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
 from mlx_mesh.node.roster import Member, Roster
@@ -92,11 +94,12 @@ class Switchboard:
                 for _, member in list(self._roster.members()):
                     self._probe(member)
 
-    def expire_members(self) -> None:
-        """Agents that were silent for too long are no members any more."""
+    def expire_members(self, *, with_placed: bool = True) -> None:
+        """Agents that were silent for too long are no members any more. Without `with_placed` only those that
+        have no ranks: the others are judged."""
         limit_s, now = self._deadlines.heartbeat_timeout_s, self._now()
-        for _, member in list(self._roster.members()):
-            if now - member.beat_at > limit_s:
+        for seat, member in list(self._roster.members()):
+            if now - member.beat_at > limit_s and (with_placed or not seat.ranks):
                 member.lost = f"no heartbeat of its agent for heartbeat_timeout_s = {limit_s:g} s"
                 self._changed.set()
 
@@ -234,6 +237,9 @@ class Switchboard:
         if isinstance(seat, str):
             self._refuse(peer, seat)
             return
+        if self._roster.epoch.number and (why := mismatch(self._roster, join)):
+            self._refuse(peer, why)
+            return
         old = seat.member
         if old is not None and not old.lost and old.peer != peer:
             self._probe(old)
@@ -245,13 +251,19 @@ class Switchboard:
                     "the rank.",
                 )
                 return
-        seat.member = Member(peer=peer, join=join, beat_at=self._now())
-        if old is not None and self._roster.epoch.is_open:
-            seat.member.broke_epoch = "its agent lost the connection and joined again"
+        now = self._now()
+        seat.member = Member(peer=peer, join=join, beat_at=now, joined_at=now)
+        if old is not None:
+            seat.num_lost += 1
+            if seat.ranks and self._roster.epoch.is_open:
+                seat.member.broke_epoch = "its agent lost the connection and joined again"
         self.send(
             seat.member,
             Welcome(ranks=seat.ranks, world_size=self._roster.world_size, deadlines=self._deadlines),
         )
+        if not seat.ranks:  # it may have slept with engines of an epoch that is over
+            epoch = self._roster.epoch.number
+            self.send(seat.member, StopEpoch(epoch=epoch, gently=False, reason="it takes no part now"))
         self._output.note(
             f"host {seat.host} joined from {join.address or 'this process'} (agent pid {join.agent_pid})"
         )

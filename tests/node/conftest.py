@@ -183,7 +183,7 @@ class Mesh:
         self.proxy_script: dict[str, str] = {}
         self.plans = [HostPlan(name="mac1"), HostPlan(name="mac2")]
         self.max_restarts = 3
-        self.is_paranoid = False
+        self.is_paranoid = self.is_elastic = False
         self.max_open = 288
         self.coordinator = "127.0.0.1:0"
         self.serve_port = 0
@@ -215,6 +215,7 @@ class Mesh:
             serve_port=self.serve_port,
             max_restarts=self.max_restarts,
             paranoid=self.is_paranoid,
+            elastic=self.is_elastic,
             max_sequences=1,
             max_queue=self.max_open - 1,
             deadlines=self.deadlines,
