@@ -17,7 +17,12 @@ READ_TIMEOUT_S = 120.0  # the server sends keepalives every few seconds while it
 
 
 class ApiError(MeshError):
-    """The server did not answer, or answered with an error."""
+    """The server did not answer (`status` 0), or answered with an error."""
+
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
 
 
 class _Through(http.client.HTTPConnection):
@@ -45,9 +50,16 @@ class Api:
 
     def get(self, path: str) -> Any:
         """The JSON at `path`. Raises ApiError."""
+        return self._ask("GET", path)
+
+    def post(self, path: str) -> Any:
+        """The JSON that a POST without a body is answered with. Raises ApiError."""
+        return self._ask("POST", path)
+
+    def _ask(self, method: str, path: str) -> Any:
         connection = self._open()
         try:
-            response = self._send(connection, "GET", path, None)
+            response = self._send(connection, method, path, None)
             return json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ApiError(f"{self.url}{path} cannot be read ({error}).") from error
@@ -94,13 +106,15 @@ class Api:
         connection.request(method, path, json.dumps(body) if body is not None else None, headers)
         response = connection.getresponse()
         if response.status >= 400:
-            text = response.read().decode("utf-8", "replace")
+            text, code = response.read().decode("utf-8", "replace"), ""
             try:
-                text = _message(json.loads(text))
+                told = json.loads(text)
+                text, code = _message(told), _code(told)
             except ValueError:
                 text = " ".join(text.split())[:300]
             hint = " Give the key with --api-key-file or MLX_MESH_API_KEY." if response.status == 401 else ""
-            raise ApiError(f"{self.url}{path} answered {response.status}: {text}{hint}")
+            message = f"{self.url}{path} answered {response.status}: {text}{hint}"
+            raise ApiError(message, response.status, code)
         return response
 
 
@@ -108,3 +122,8 @@ def _message(body: Any) -> str:
     """The words of OpenAI's error envelope."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+def _code(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("code") or "") if isinstance(error, dict) else ""

@@ -28,6 +28,7 @@ from mlx_mesh.launcher.config import (
 )
 from mlx_mesh.launcher.console import Console, prefix
 from mlx_mesh.launcher.detach import Outcome, RotatingLog, detach, tell
+from mlx_mesh.launcher.node_command import change_node
 from mlx_mesh.launcher.plan_command import PlanQuestion
 from mlx_mesh.launcher.running import api_of, find_folder, read_logs, take_down
 from mlx_mesh.launcher.state import StateFolder, already_running, state_root
@@ -201,6 +202,13 @@ def _status(arguments: Arguments) -> int:
     return ExitCode.OK
 
 
+def _node(arguments: Arguments) -> int:
+    state = find_folder(arguments.target, os.environ).read_running()
+    with api_of(state, arguments.api_key_file, os.environ) as api:
+        change_node(api, arguments.action, arguments.host, print)
+    return ExitCode.OK
+
+
 def _logs(arguments: Arguments) -> int:
     folder = find_folder(arguments.target, os.environ)
     state = folder.read_running()
@@ -339,6 +347,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SPEC",
         help="with --sim: make a rank fail, like kill:1@decode+5 (docs/failures.md)",
     )
+    up_parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="take a host in again by itself that comes back after the mesh went on without it",
+    )
     up_parser.add_argument("--backend", type=_backend, help="auto, ring, jaccl, jaccl-ring or nccl")
     _add_launch_flags(up_parser)
 
@@ -389,9 +402,12 @@ def build_parser() -> argparse.ArgumentParser:
     status = command("status", _status, "Show a running mesh and its ranks.")
     logs = command("logs", _logs, "Show what the ranks of a running mesh say.")
     chat = command("chat", _chat, "Chat with a running mesh.")
-    for made in (down, status, logs, chat):
+    node = command("node", _node, "Take a host out of a running mesh, or in again.")
+    node.add_argument("action", choices=["drain", "add"], help="go on without the host, or with it again")
+    node.add_argument("host", metavar="HOST", help="its name in the hostfile")
+    for made in (down, status, node, logs, chat):
         made.add_argument("target", nargs="?", metavar="NAME|hosts.yaml", help="default: the one that runs")
-    for made in (status, chat):
+    for made in (status, node, chat):
         made.add_argument(
             "--api-key-file", metavar="FILE", help="default: MLX_MESH_API_KEY, or what `up` was given"
         )
@@ -481,4 +497,5 @@ def _flags(arguments: Arguments) -> Flags:
         ssh_config=arguments.ssh_config,
         is_offline=arguments.offline,
         paranoid=arguments.paranoid,
+        is_elastic=getattr(arguments, "elastic", False),
     )

@@ -39,6 +39,7 @@ class Flags:
     ssh_config: str | None = None
     is_offline: bool = False
     paranoid: bool = False
+    is_elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class LaunchConfig:
     ssh_config: str = ""  # '' = ~/.ssh/config
     notes: tuple[str, ...] = ()
     paranoid: bool = False
+    is_elastic: bool = False  # take hosts in again by itself
     faults: tuple[str, ...] = ()  # of --fault
     deadlines: Deadlines = field(default_factory=Deadlines)
 
@@ -157,6 +159,8 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         notes=hostfile.notes,
         is_offline=flags.is_offline,
         paranoid=flags.paranoid,
+        is_elastic=flags.is_elastic,
+        deadlines=hostfile.deadlines,
     )
 
 

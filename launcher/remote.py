@@ -34,7 +34,7 @@ OnLine = Callable[[Stream, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended. `lost`: the connection to it ended first, so it may still be there."""
+    """How a process ended; `signal` 0 = one that SSH does not name. `lost`: the connection to it ended first, so it may still be there."""
 
     code: int | None = None
     signal: int | None = None
@@ -44,6 +44,8 @@ class Exit:
         if self.lost:
             return f"the connection was lost ({self.lost})"
         if self.signal is not None:
+            if self.signal == 0:
+                return "it was ended by a signal"
             with contextlib.suppress(ValueError):
                 return f"it was ended by {signal.Signals(self.signal).name}"
             return f"it was ended by signal {self.signal}"

@@ -22,9 +22,14 @@ def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[st
         f"  world size {status.get('world_size', '?')}, sharding {status.get('sharding', '?')}, "
         f"backend {backend}, epoch {status.get('epoch', '?')}{cause}",
         f"  requests: {status.get('num_running', 0)} running, {status.get('num_waiting', 0)} waiting",
-        "",
     ]
-    return [*lines, *table(HEADERS, [_row(rank) for rank in nodes.get("ranks", [])])]
+    if status.get("ready") and status.get("lineup"):
+        lines.append(f"  {status['lineup']}")
+    lines += ["", *table(HEADERS, [_row(rank) for rank in nodes.get("ranks", [])])]
+    others = [host for host in nodes.get("hosts", []) if host.get("state") != "serving"]
+    if others:
+        lines += ["", *(f"{host['host']}: {host['state']}: {host.get('detail', '')}" for host in others)]
+    return lines
 
 
 def _row(rank: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """Agents of one mesh: start the leader's, then the others, tell what they say, and end all of them.
 
 The launcher knows an agent by its command line, the lines it prints and its exit only. An attached agent ends
-by itself when its stdin closes, so a launcher that is killed leaves nothing behind. When the connection to
-a follower is lost while the mesh runs, it is made again and an agent is started there anew.
+by itself when its stdin closes, so a launcher that is killed leaves nothing behind. When a follower's agent
+is gone while the mesh runs, or the connection to it, it is started again (`revival`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_mesh.launcher.config import LaunchConfig, plan_size
 from mlx_mesh.launcher.console import Console
 from mlx_mesh.launcher.faults import HostFault
 from mlx_mesh.launcher.measured import read_measurements
-from mlx_mesh.launcher.preflight import ReadyHost, open_host
+from mlx_mesh.launcher.preflight import ReadyHost
 from mlx_mesh.launcher.programs import processes
 from mlx_mesh.launcher.remote import (
     Exit,
@@ -34,6 +34,7 @@ from mlx_mesh.launcher.remote import (
     new_marker,
     run_program,
 )
+from mlx_mesh.launcher.revival import SHORT_LIFE_S, reach_again
 from mlx_mesh.launcher.state import AgentProcess
 from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError
 from mlx_mesh.mesh.measurements import rates_of, slowest_link
@@ -49,6 +50,7 @@ from mlx_mesh.mesh.messages import (
     LauncherEvent,
     LogLine,
     MeshConfig,
+    MeshDown,
     MeshReady,
     PlanChosen,
     RankProgress,
@@ -59,8 +61,6 @@ NUM_LAST_LINES = 12
 IDENTIFY_TIMEOUT_S = 20.0
 LAST_WORDS_S = 2.0  # after the first agent ended, how long the others may still name the cause
 STOP_MARGIN_S = 5.0
-REACH_AGAIN_S = 2.0  # between two attempts to reach a host
-OLD_AGENT_S = 5.0  # an agent whose connection was lost: to end by itself, by TERM, by KILL, so long each
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,9 @@ class _Agent:
     is_asked: bool = False  # its start time is being asked for
     exit: Exit | None = None
     has_said_its_end: bool = False  # then it has cleaned up after itself
+    was_sent_away: bool = False  # by the coordinator, because the whole mesh ends
+    started_at: float = 0.0  # time.monotonic()
+    num_short_lives: int = 0  # in a row
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
 
     @property
@@ -225,6 +228,7 @@ class Supervisor:
         process = agent.host.remote.start(words, on_line, lambda exit: self._items.put(_Ended(index, exit)))
         process.send(msgspec.json.encode(self.agent_config(index, marker)) + b"\n")
         agent.process = process
+        agent.started_at = time.monotonic()
 
     def _start_followers(self) -> None:
         def start(index: int) -> None:
@@ -323,7 +327,7 @@ class Supervisor:
                 self._start_again(index, remote)
             case _NotReached(index, why):
                 name = self._agents[index].host.entry.name
-                self._console.warn(f"The agent on {name} cannot be started again from here: {why}")
+                self._console.warn(f"{name} cannot be reached yet, trying on: {why}")
             case StopAsked(why):
                 self._is_hurried = self._is_stopping
                 self._stop_asked = self._stop_asked or why
@@ -351,21 +355,26 @@ class Supervisor:
             case MeshReady():
                 if self._ready is not None:
                     console.finish_progress()
-                    console.say(f"Ready again after {event.seconds:.1f} s (epoch {event.epoch}).")
+                    lineup = f": {event.lineup}" if event.lineup else ""
+                    console.say(f"Ready again after {event.seconds:.1f} s (epoch {event.epoch}){lineup}.")
                 self._ready = self._ready or event
                 for agent in self._agents:
                     agent.host.remote.be_patient(self._config.deadlines.rejoin_timeout_s)
+            case MeshDown():
+                console.finish_progress()
+                console.warn(f"The mesh is {event.reason}")
             case EpochEnded():
                 console.finish_progress()
                 console.say(f"Epoch {event.epoch} ended: {event.cause}")
             case AgentFailed():
                 self._agents[index].has_said_its_end = True
-                if self._failed is None:
+                if self._failed is None and (index == 0 or self._ready is None):
                     self._failed, self._failed_index = event, index
                 if index != 0:  # the leader's own reason stands in the final error
                     console.log("agent", self._agents[index].host.entry.name, event.message)
             case AgentStopped():
                 self._agents[index].has_said_its_end = True
+                self._agents[index].was_sent_away = event.by_coordinator
                 if event.reason and not self._is_stopping:
                     console.log("agent", self._agents[index].host.entry.name, f"stopped: {event.reason}")
 
@@ -399,55 +408,50 @@ class Supervisor:
             )
         )
 
-    # ------------------------------------------------------------ a connection that was lost
+    # ------------------------------------------------------------ an agent that is gone
 
     def _ended(self, index: int, exit: Exit) -> None:
-        name = self._agents[index].host.entry.name
-        if not exit.lost or index == 0 or self._ready is None:
+        agent = self._agents[index]
+        name = agent.host.entry.name
+        if index == 0 or self._ready is None or agent.was_sent_away:
             self._break(f"The agent on {name} is gone: {exit}.", index)
             return
         limit_s = self._config.deadlines.rejoin_timeout_s
+        what = (
+            f"The SSH connection to {name} was lost ({exit.lost})."
+            if exit.lost
+            else f"The agent on {name} is gone: {exit}."
+        )
         self._console.finish_progress()
         self._console.warn(
-            f"The SSH connection to {name} was lost ({exit.lost}). The mesh goes on or waits for it; trying "
-            f"for {limit_s:g} s (rejoin_timeout_s) to reach {name} and to start its agent again."
+            f"{what} It is started again as soon as {name} can be reached; the mesh waits for it up to "
+            f"{limit_s:g} s (rejoin_timeout_s), then it goes on without it if the model fits."
         )
-        threading.Thread(target=self._reach_again, args=(index, limit_s), daemon=True).start()
+        is_short = time.monotonic() - agent.started_at < SHORT_LIFE_S
+        agent.num_short_lives = agent.num_short_lives + 1 if is_short else 0
+        threading.Thread(target=self._revive, args=(index, agent.num_short_lives), daemon=True).start()
 
-    def _reach_again(self, index: int, limit_s: float) -> None:
-        """In a thread: connect, and see that the old agent is gone."""
-        host = self._agents[index].host
-        end = time.monotonic() + limit_s
-        while not self._is_closing.is_set():
-            remote: RemoteHost | None = None
-            try:
-                remote = open_host(host.entry, self._config.ssh_config)
-                self._end_old_agent(index, remote)
-            except MeshError as error:
-                if remote is not None:
-                    remote.close()
-                if time.monotonic() > end:
-                    self._items.put(_NotReached(index, str(error)))
-                    return
-                self._is_closing.wait(REACH_AGAIN_S)
-                continue
-            self._items.put(_Reached(index, remote))
-            return
-
-    def _end_old_agent(self, index: int, remote: RemoteHost) -> None:
-        """Its stdin has ended with the connection, or will; one that was never identified is left to that."""
+    def _revive(self, index: int, num_tries: int) -> None:
+        """In a thread."""
         agent = self._agents[index]
-        if not agent.pid or not agent.started:
-            return
-        request = {
-            "do": "end",
-            "processes": [[agent.pid, agent.started]],
-            "wait_s": OLD_AGENT_S,
-            "term_s": OLD_AGENT_S,
-            "kill_s": OLD_AGENT_S,
-        }
-        limit_s = 3 * OLD_AGENT_S + IDENTIFY_TIMEOUT_S
-        run_program(remote, agent.host.python, "processes", request, limit_s)
+        last = ""
+
+        def on_trouble(why: str) -> None:
+            nonlocal last
+            if why != last:
+                last = why
+                self._items.put(_NotReached(index, why))
+
+        remote = reach_again(
+            agent.host.entry,
+            self._config.ssh_config,
+            (agent.pid, agent.started),
+            num_tries,
+            self._is_closing,
+            on_trouble,
+        )
+        if remote is not None:
+            self._items.put(_Reached(index, remote))
 
     def _start_again(self, index: int, remote: RemoteHost) -> None:
         agent = self._agents[index]
@@ -461,7 +465,7 @@ class Supervisor:
             self._start_agent(index)
         except HostFault as fault:
             agent.process = None
-            self._items.put(_NotReached(index, str(fault)))
+            self._items.put(_Ended(index, Exit(lost=str(fault))))
             return
         self._console.say(f"Reached {agent.host.entry.name} again; its agent is started anew.")
 
@@ -602,6 +606,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         context_length=config.context_length,
         max_sequences=config.max_sequences,
         max_queue=config.max_queued_requests,
+        elastic=config.is_elastic,
         paranoid=config.paranoid,
         prefill_step_size=config.prefill_step_size,
         plan_context=context,

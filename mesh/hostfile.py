@@ -7,12 +7,13 @@ Nothing is opened or resolved here. Every error is a `HostfileError` whose lines
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import pydantic
 
 from mlx_mesh.mesh.errors import HostfileError
+from mlx_mesh.mesh.hostfile_deadlines import read_deadlines
 from mlx_mesh.mesh.hostfile_fields import (
     check_address,
     check_name,
@@ -20,6 +21,7 @@ from mlx_mesh.mesh.hostfile_fields import (
     split_ssh_target,
 )
 from mlx_mesh.mesh.hostfile_words import in_words
+from mlx_mesh.mesh.messages import Deadlines
 from mlx_mesh.mesh.types import Backend, Sharding
 from mlx_mesh.mesh.yaml_lines import Lines, Place, YamlError, load_json_with_lines, load_yaml_with_lines
 
@@ -60,6 +62,7 @@ class Hostfile:
     backend: Backend = Backend.AUTO
     serve_host: str = "127.0.0.1"
     serve_port: int = DEFAULT_PORT
+    deadlines: Deadlines = field(default_factory=Deadlines)
     notes: tuple[str, ...] = ()
 
 
@@ -124,6 +127,7 @@ class _File(_Strict):
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
     serve: _Serve = _Serve()
     defaults: _Defaults = _Defaults()
+    deadlines: dict[str, float] = {}
     hosts: list[_Host] = pydantic.Field(min_length=1)
 
 
@@ -196,6 +200,10 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
     faults.raise_if_any()
     _check_together(hosts, faults)
     faults.raise_if_any()
+    deadlines, late = read_deadlines(file.deadlines)
+    for key, problem in late:
+        faults.add(("deadlines", key), problem)
+    faults.raise_if_any()
     return Hostfile(
         source=source,
         name=name,
@@ -205,6 +213,7 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
         backend=Backend(file.backend),
         serve_host=file.serve.host,
         serve_port=file.serve.port,
+        deadlines=deadlines,
         hosts=hosts,
     )
 

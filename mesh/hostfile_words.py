@@ -44,6 +44,7 @@ def in_words(model: type[pydantic.BaseModel], item: Any, where: Place) -> str:
     wanted = {
         "int_type": "a whole number",
         "int_from_float": "a whole number",
+        "float_type": "a number",
         "bool_type": "true or false",
         "list_type": "a list, like [a, b]",
         "model_type": "a mapping, like {key: value}",

@@ -11,6 +11,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -18,12 +19,14 @@ from mlx_mesh.mesh.errors import MeshError, ProtocolError
 from mlx_mesh.mesh.messages import (
     PROXY_BEAT_S,
     Cancel,
+    ChangeNode,
     Chunk,
     Deadlines,
     Drain,
     Failed,
     GenerateRequest,
     MeshStatus,
+    NodeReply,
     ProxyBeat,
     ProxyConfig,
     ProxyEvent,
@@ -35,6 +38,8 @@ from mlx_mesh.mesh.messages import (
     TokenChunk,
 )
 from mlx_mesh.node.pipe import AsyncPipe, BlockingPipe
+
+R = TypeVar("R")
 
 CONFIG_DEADLINE_S = 30.0
 """The agent sends the settings right after it started the proxy."""
@@ -98,6 +103,7 @@ class CoordinatorClient:
         self._deadline_s = request_s + REQUEST_MARGIN_S
         self._open: dict[str, _OpenRequest] = {}
         self._status_waiters: dict[str, asyncio.Future[MeshStatus]] = {}
+        self._node_waiters: dict[str, asyncio.Future[NodeReply]] = {}
         self._query_ids = itertools.count(1)
         self.draining = False
         self.readiness = Readiness(
@@ -130,7 +136,11 @@ class CoordinatorClient:
         finally:
             for entry in self._open.values():
                 _fail(entry, GenerationFailed(_GONE, code="coordinator_lost", retry_after_s=5))
-            for waiter in self._status_waiters.values():
+            waiters: tuple[asyncio.Future[Any], ...] = (
+                *self._status_waiters.values(),
+                *self._node_waiters.values(),
+            )
+            for waiter in waiters:
                 if not waiter.done():
                     waiter.set_exception(StatusUnavailable(_GONE))
 
@@ -159,6 +169,10 @@ class CoordinatorClient:
                 waiter = self._status_waiters.get(query_id)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(event.status)
+            case NodeReply(id=query_id):
+                changing = self._node_waiters.get(query_id)
+                if changing is not None and not changing.done():
+                    changing.set_result(event)
             case Drain():
                 self.draining = True
 
@@ -201,18 +215,32 @@ class CoordinatorClient:
         """The live state of the mesh, with the coordinator's metrics when asked for. Raises
         StatusUnavailable after STATUS_DEADLINE_S."""
         query_id = f"status-{next(self._query_ids)}"
-        waiter: asyncio.Future[MeshStatus] = asyncio.get_running_loop().create_future()
-        self._status_waiters[query_id] = waiter
-        self._pipe.send(StatusQuery(id=query_id, with_metrics=with_metrics))
+        query = StatusQuery(id=query_id, with_metrics=with_metrics)
+        return await self._ask(query_id, query, self._status_waiters)
+
+    async def change_node(self, action: Literal["drain", "add"], host: str) -> NodeReply:
+        """Ask the mesh to go on without a host, or with it again; the answer says whether it will. Raises
+        StatusUnavailable after STATUS_DEADLINE_S."""
+        query_id = f"node-{next(self._query_ids)}"
+        return await self._ask(
+            query_id, ChangeNode(id=query_id, action=action, host=host), self._node_waiters
+        )
+
+    async def _ask(
+        self, query_id: str, query: StatusQuery | ChangeNode, waiters: dict[str, asyncio.Future[R]]
+    ) -> R:
+        waiter: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        waiters[query_id] = waiter
+        self._pipe.send(query)
         try:
             async with asyncio.timeout(STATUS_DEADLINE_S):
                 return await waiter
         except TimeoutError as error:
             raise StatusUnavailable(
-                f"the coordinator did not answer a status query within {STATUS_DEADLINE_S:g} s"
+                f"the coordinator did not answer within {STATUS_DEADLINE_S:g} s"
             ) from error
         finally:
-            del self._status_waiters[query_id]
+            del waiters[query_id]
 
     async def close(self) -> None:
         await self._pipe.close()

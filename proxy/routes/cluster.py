@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter
@@ -10,10 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mesh.mesh.messages import MeshStatus
-from mlx_mesh.proxy.errors import json_response
+from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, json_response
 from mlx_mesh.proxy.routes.common import services_of
 
 router = APIRouter()
+
+_STATUS_OF_REFUSAL = {"host_not_found": 404, "not_ready": 503}
+"""Of other refusals: 409, the mesh as it is now cannot do that."""
 
 
 @router.get("/v1/cluster/status")
@@ -24,26 +27,59 @@ async def cluster_status(request: Request) -> Response:
 
 @router.get("/v1/cluster/nodes")
 async def cluster_nodes(request: Request) -> Response:
-    """One row per rank."""
+    """One row per rank, and one per host of the hostfile, whether it serves or not."""
     status = await services_of(request).client.status()
     return json_response(
         {
             "world_size": status.world_size,
             "epoch": status.epoch,
             "ranks": [msgspec.to_builtins(row) for row in status.ranks],
+            "hosts": [msgspec.to_builtins(row) for row in status.hosts],
         }
     )
 
 
+@router.post("/v1/cluster/nodes/{host}/drain")
+async def drain_node(request: Request, host: str) -> Response:
+    """Go on without this host. 202: it will leave with the next epoch; open requests go on with the same
+    text. 200: it takes no part anyway. 404 and 409 say why not."""
+    return await _change(request, "drain", host)
+
+
+@router.post("/v1/cluster/nodes/{host}/add")
+async def add_node(request: Request, host: str) -> Response:
+    """Go on with this host again, which must be there. Statuses as for drain."""
+    return await _change(request, "add", host)
+
+
+async def _change(request: Request, action: Literal["drain", "add"], host: str) -> Response:
+    reply = await services_of(request).client.change_node(action, host)
+    if reply.error:
+        status = _STATUS_OF_REFUSAL.get(reply.error, 409)
+        raise ApiError(
+            status, reply.message, code=reply.error, retry_after_s=RETRY_AFTER_S if status == 503 else 0
+        )
+    body = {
+        "host": host,
+        "action": action,
+        "message": reply.message,
+        "changing": reply.is_changing,
+        "epoch": reply.epoch,
+    }
+    return json_response(body, 202 if reply.is_changing else 200)
+
+
 def status_body(status: MeshStatus) -> dict[str, Any]:
-    """MeshStatus as JSON, without the rows of ranks, which are at /v1/cluster/nodes."""
+    """MeshStatus as JSON, without the rows of ranks and hosts, which are at /v1/cluster/nodes."""
     fields: dict[str, Any] = msgspec.to_builtins(status)
     ranks = fields.pop("ranks")
     fields["queue"] = {name: fields[f"num_{name}"] for name in ("running", "waiting", "open")}
     fields["plan"] = fields.pop("placement")
+    hosts = fields.pop("hosts")
     return {
         "enabled": True,
         **fields,
         "num_nodes": len({row["host"] for row in ranks}),
+        "num_hosts": len(hosts),
         "coordinator": next((row["host"] for row in ranks if row["is_leader"]), None),
     }

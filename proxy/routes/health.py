@@ -24,7 +24,13 @@ async def health(request: Request) -> Response:
     services = services_of(request)
     reason = services.not_ready_reason
     return json_response(
-        {"status": "ok", "ready": not reason, "reason": reason, "version": services.config.version}
+        {
+            "status": "ok",
+            "ready": not reason,
+            "reason": reason,
+            "lineup": services.client.readiness.lineup,
+            "version": services.config.version,
+        }
     )
 
 
@@ -39,6 +45,7 @@ async def ready(request: Request) -> Response:
         "ready": not reason,
         "reason": reason,
         "world_size": readiness.world_size,
+        "lineup": readiness.lineup,
         "epoch": readiness.epoch,
     }
     if not reason:

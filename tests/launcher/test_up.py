@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from mlx_mesh.launcher.programs.processes import started
+from mlx_mesh.launcher.revival import pause_s
 from mlx_mesh.mesh.errors import ExitCode
 
 MESH = [sys.executable, "-I", "-u", "-m", "mlx_mesh.launcher"]
@@ -269,20 +270,78 @@ def test_an_agent_that_crashes_is_told_with_its_last_lines(local: tuple[Path, An
     )
 
 
-def test_a_follower_that_dies_later_ends_the_mesh_with_its_name(
+def test_a_followers_agent_that_was_killed_is_started_anew(
     over_ssh: tuple[list[object], Any, Any], tmp_path: Path
 ) -> None:
     arguments, fake, _ = over_ssh
-    fake.set_behaviour(mac3={"die_on": str(tmp_path / "now")})
+    now = tmp_path / "now"
+    fake.set_behaviour(mac3={"die_on": str(now)})
     with up(*arguments) as running:
         running.read_until("is ready")
-        agents = fake.agents()
+        agent = agent_of(fake, "mac3")
+        others = {host: agent_of(fake, host) for host in ("mac1", "mac2")}
+        now.touch()
+        wait_until(functools.partial(is_gone, agent))
+        fake.set_behaviour()
+        running.read_until(r"warning: The agent on mac3 is gone: it was ended by .*rejoin_timeout_s")
+        running.read_until("Reached mac3 again; its agent is started anew")
+        wait_until(lambda: agent_of(fake, "mac3") != agent)
+        fresh = agent_of(fake, "mac3")
+        assert not any(is_gone(pid) for pid in (fresh, *others.values()))
+        assert running.end() == ExitCode.OK
+    assert is_gone(fresh)
+
+
+def test_a_follower_that_says_why_it_ends_does_not_end_the_mesh(
+    over_ssh: tuple[list[object], Any, Any], tmp_path: Path
+) -> None:
+    arguments, fake, _ = over_ssh
+    now, then = tmp_path / "now", tmp_path / "then"
+    fake.set_behaviour(mac2={"fail_on": str(now), "then": str(then)})
+    with up(*arguments) as running:
+        running.read_until("is ready")
+        now.touch()
+        wait_until(then.exists)
+        fake.set_behaviour()
+        running.read_until("the coordinator is gone")
+        running.read_until("Reached mac2 again")
+        assert running.end() == ExitCode.OK
+
+
+def test_a_follower_that_the_coordinator_sent_away_is_not_started_again(
+    over_ssh: tuple[list[object], Any, Any], tmp_path: Path
+) -> None:
+    arguments, fake, _ = over_ssh
+    fake.set_behaviour(mac2={"leave_on": str(tmp_path / "now")})
+    with up(*arguments) as running:
+        running.read_until("is ready")
         (tmp_path / "now").touch()
         assert running.wait() == ExitCode.FAILED
-    assert "The agent on mac3 is gone: it was ended by" in running.output
+    assert "The agent on mac2 is gone: it ended with status 0" in running.output
     told = json.loads((fake.folder / "farewell-mac1").read_bytes())  # for the clients of open streams
-    assert told["is_failure"] and told["reason"].startswith("The agent on mac3 is gone")
-    assert all(is_gone(agent["pid"]) for agent in agents)
+    assert told["is_failure"] and told["reason"].startswith("The agent on mac2 is gone")
+
+
+@pytest.mark.parametrize(
+    ("num_tries", "seconds"), [(0, 0.0), (1, 1.0), (2, 2.0), (5, 16.0), (6, 30.0), (4000, 30.0)]
+)
+def test_pauses_between_tries_to_reach_a_host_grow_to_half_a_minute(num_tries: int, seconds: float) -> None:
+    assert pause_s(num_tries) == seconds
+
+
+def test_node_drain_and_add_ask_the_leader_and_wait_until_it_serves_again(local: tuple[Path, Any]) -> None:
+    with up(local[0]) as running:
+        running.read_until("is ready")
+        done = mesh("node", "drain", "mac2", "studio")
+        assert done.returncode == ExitCode.OK, done.stderr
+        assert done.stdout.splitlines() == [
+            "drain: mac2",
+            "Ready again: 2 ranks, sharding pipeline, epoch 2; serving with 1 of 2 hosts.",
+        ]
+        assert mesh("node", "add", "mac2").stdout.startswith("add: mac2\n")
+        refused = mesh("node", "drain", "mac1", "studio")
+        assert refused.returncode == ExitCode.PLACEMENT and "1.0 GB are missing (mac1)" in refused.stderr
+        assert running.end() == ExitCode.OK
 
 
 def test_how_the_leaders_agent_ended_is_told_and_not_what_a_follower_says_of_it(

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_mesh.mesh.errors import ExitCode, HostfileError
 from mlx_mesh.mesh.hostfile import Hostfile, parse_hostfile
+from mlx_mesh.mesh.messages import Deadlines
 from mlx_mesh.mesh.types import Backend, Sharding
 
 HOSTFILES = Path(__file__).parents[2] / "hostfiles"
@@ -89,7 +90,32 @@ def test_a_memory_limit_is_read_with_its_unit(text: str, num_bytes: int) -> None
     assert hostfile.hosts[0].memory_limit_bytes == num_bytes
 
 
+def test_deadlines_are_read_and_the_others_keep_their_defaults() -> None:
+    text = "deadlines: {heartbeat_timeout_s: 4, rejoin_timeout_s: 7.5}\nhosts: [{local: true}]"
+    deadlines = parse_hostfile(text).deadlines
+    assert (deadlines.heartbeat_timeout_s, deadlines.rejoin_timeout_s) == (4.0, 7.5)
+    assert deadlines.join_s == Deadlines().join_s
+
+
 # ---------------------------------------------------------------- what each fault says
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "words"),
+    [
+        (
+            "{rejoin_timeout: 9}",
+            "hosts.yaml:1: unknown key `rejoin_timeout`; did you mean `rejoin_timeout_s`?",
+        ),
+        ("{xyzzy: 9}", "use one of join_s, "),
+        ("{stop_s: 0}", "`stop_s: 0` is out of range; it must be 0.1 to 86400 s"),
+        ("{stop_s: soon}", "must be a number"),
+        ("{heartbeat_timeout_s: 90}", "rejoin_timeout_s is 60 s; it must be at least heartbeat_timeout_s"),
+        ("{engine_silence_s: 1.5}", "at least 2 times heartbeat_interval_s, which is 1 s"),
+    ],
+)
+def test_a_deadline_that_cannot_work_is_refused(deadlines: str, words: str) -> None:
+    assert words in fault(f"deadlines: {deadlines}\nhosts: [{{local: true}}]")
 
 
 def test_an_unknown_key_is_named_with_its_line_and_the_nearest_valid_one() -> None:

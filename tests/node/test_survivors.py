@@ -43,13 +43,13 @@ async def all_tokens(line: Any, request_id: str) -> list[int]:
         isinstance(event, Chunk) and event.chunk.id == request_id and event.chunk.finish_reason == "length"
         for event in line.events
     ):
-        event = await line.wait_for((Chunk, Failed))  # type: ignore[arg-type]
+        event = await line.wait_for((Chunk, Failed))
         assert not isinstance(event, Failed), event
     chunks = [e.chunk for e in line.events if isinstance(e, Chunk) and e.chunk.id == request_id]
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-async def change(line: Any, action: str, host: str) -> NodeReply:
+async def change(line: Any, action: Any, host: str) -> NodeReply:
     line.send(ChangeNode(id="n", action=action, host=host))
     reply: NodeReply = await line.wait_for(NodeReply)
     return reply

@@ -25,11 +25,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import (
     Cancel,
+    ChangeNode,
     Chunk,
     Drain,
     Failed,
     GenerateRequest,
     MeshStatus,
+    NodeReply,
     ProxyConfig,
     ProxyReady,
     ProxyRequest,
@@ -165,6 +167,8 @@ class ScriptedCoordinator:
     requests: list[GenerateRequest] = field(default_factory=list)
     cancelled: queue.Queue[str] = field(default_factory=queue.Queue)
     answers_status: bool = True
+    changes: list[tuple[str, str]] = field(default_factory=list)
+    node_reply: NodeReply = field(default_factory=lambda: NodeReply(id="", message="done", epoch=1))
     is_running: threading.Event = field(default_factory=threading.Event)
     loop: asyncio.AbstractEventLoop | None = None
     pipe: AsyncPipe[ProxyRequest] | None = None
@@ -184,6 +188,9 @@ class ScriptedCoordinator:
                 case StatusQuery(id=query_id):
                     if self.answers_status:
                         pipe.send(StatusReply(id=query_id, status=self.status()))
+                case ChangeNode():
+                    self.changes.append((message.action, message.host))
+                    pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
                 case ProxyReady():
                     pass
         for task in running.values():

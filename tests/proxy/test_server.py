@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
-from mlx_mesh.mesh.messages import Failed, GenerateRequest, TokenChunk
+from mlx_mesh.mesh.messages import Failed, GenerateRequest, NodeReply, TokenChunk
 from mlx_mesh.node import client as client_module
 from mlx_mesh.proxy import bodies
 from mlx_mesh.proxy.auth import Guard
@@ -92,6 +92,33 @@ def test_cluster_status_describes_the_mesh(plain_front: Any) -> None:
     assert body["queue"] == {"running": 1, "waiting": 2, "open": 3}
     assert (body["enabled"], body["num_nodes"], body["coordinator"]) == (True, 2, "mac0")
     assert {"epoch", "epoch_cause", "model", "plan", "ready", "reason", "restarts"} <= body.keys()
+
+
+@pytest.mark.parametrize(
+    ("reply", "status"),
+    [
+        ({"is_changing": True}, 202),
+        ({}, 200),
+        ({"error": "host_not_found"}, 404),
+        ({"error": "does_not_fit"}, 409),
+        ({"error": "not_ready"}, 503),
+    ],
+)
+def test_a_host_is_drained_or_added_by_a_post_that_says_whether_it_will(
+    plain_front: Any, reply: dict[str, Any], status: int
+) -> None:
+    coordinator = plain_front.coordinator
+    coordinator.node_reply = NodeReply(id="", message="The words.", epoch=3, **reply)
+    coordinator.changes.clear()
+    for action in ("drain", "add"):
+        response = plain_front.http.post(f"/v1/cluster/nodes/mac2/{action}")
+        assert response.status_code == status and ("retry-after" in response.headers) == (status == 503)
+        body = response.json()
+        if status < 300:
+            assert (body["message"], body["changing"], body["epoch"]) == ("The words.", status == 202, 3)
+        else:
+            assert body["error"]["message"] == "The words." and body["error"]["code"] == reply["error"]
+    assert coordinator.changes == [("drain", "mac2"), ("add", "mac2")]
 
 
 def test_a_coordinator_that_is_stuck_is_a_503_with_a_name(
@@ -259,6 +286,7 @@ def test_a_key_is_required_once_configured(start_front: Any, saying: Any, ids_of
         assert response.headers["www-authenticate"] == "Bearer"
     for path in ("/v1/models", "/v1/cluster/nodes", "/metrics", "/nothing"):
         assert front.http.get(path).status_code == 401
+    assert front.http.post("/v1/cluster/nodes/mac1/drain").status_code == 401
     for path in ("/health", "/ready"):
         assert front.http.get(path).status_code == 200
     assert front.http.post(CHAT, json=USER, headers={"authorization": "Bearer key-1"}).status_code == 200

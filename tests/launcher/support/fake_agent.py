@@ -49,13 +49,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "name": CONFIG["mesh_name"],
                 "ready": True,
                 "world_size": CONFIG["world_size"],
+                "epoch": Handler.changed_to or 1,
+                "sharding": "pipeline",
+                "lineup": "serving with 1 of 2 hosts" if Handler.changed_to else "",
             },
             "/v1/cluster/nodes": nodes,
             "/v1/models": {"data": [{"id": "pretended"}]},
         }
         self.answer(200, "application/json", json.dumps(answers[self.path]).encode())
 
+    changed_to = 0
+
     def do_POST(self) -> None:
+        if self.path.startswith("/v1/cluster/nodes/"):
+            host, action = self.path.split("/")[-2:]
+            if host == "mac1":
+                refusal = {"error": {"message": "1.0 GB are missing (mac1).", "code": "does_not_fit"}}
+                self.answer(409, "application/json", json.dumps(refusal).encode())
+                return
+            Handler.changed_to = 2
+            told = {"message": f"{action}: {host}", "changing": True, "epoch": 1}
+            self.answer(202, "application/json", json.dumps(told).encode())
+            return
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         words = ["echo ", asked["messages"][-1]["content"]]
         events = [{"choices": [{"delta": {"content": word}}]} for word in words]
@@ -122,6 +137,10 @@ def main() -> None:
         say("agentfailed", message="the coordinator is gone", exit_code=1)
         pathlib.Path(mine["then"]).touch()
         sys.exit(1)
+    if mine.get("leave_on"):
+        wait_for_file(mine["leave_on"])
+        say("agentstopped", reason="the mesh ends", by_coordinator=True)
+        sys.exit(0)
     if mine.get("die_on"):  # a file whose appearance ends this agent as a signal would
         wait_for_file(mine["die_on"])
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,42 @@
+"""`mlx-mesh node drain HOST` and `node add HOST`: ask the leader, then wait until the mesh serves again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from urllib.parse import quote
+
+from mlx_mesh.launcher.api import Api, ApiError
+from mlx_mesh.mesh.errors import MeshError, PlacementError
+
+POLL_S = 0.5
+CHANGE_S = 900.0
+"""A large model is read anew on every host meanwhile."""
+
+
+def change_node(api: Api, action: str, host: str, say: Callable[[str], None]) -> None:
+    """Raises PlacementError when the model would not fit, ApiError for any other refusal, and MeshError when
+    the changed mesh is not ready after CHANGE_S."""
+    try:
+        reply = api.post(f"/v1/cluster/nodes/{quote(host, safe='')}/{action}")
+    except ApiError as error:
+        if error.code == "does_not_fit":
+            raise PlacementError(str(error)) from error
+        raise
+    say(str(reply["message"]))
+    if not reply["changing"]:
+        return
+    until = time.monotonic() + CHANGE_S
+    while True:
+        status = api.get("/v1/cluster/status")
+        if status["ready"] and status["epoch"] > reply["epoch"]:
+            size = status["world_size"]
+            say(
+                f"Ready again: {size} rank{'s' if size > 1 else ''}, sharding {status['sharding']}, epoch "
+                f"{status['epoch']}" + (f"; {status['lineup']}" if status.get("lineup") else "") + "."
+            )
+            return
+        if time.monotonic() > until:
+            reason = status.get("reason") or "no reason given"
+            raise MeshError(f"The mesh is not ready again after {CHANGE_S:g} s: {reason}.")
+        time.sleep(POLL_S)
