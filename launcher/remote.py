@@ -34,7 +34,8 @@ OnLine = Callable[[Stream, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended; `signal` 0 = one that SSH does not name. `lost`: the connection to it ended first, so it may still be there."""
+    """How a process ended; `signal` 0 = one that SSH does not name. `lost`: the connection to it ended first,
+    so it may still be there."""
 
     code: int | None = None
     signal: int | None = None
