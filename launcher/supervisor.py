@@ -344,8 +344,8 @@ class Supervisor:
             case PlanChosen():
                 placement = event.placement
                 console.say(
-                    f"Coordinator: {placement.world_size} ranks, sharding {placement.sharding}, "
-                    f"backend {event.backend}"
+                    f"Coordinator: {placement.world_size} rank{'s' if placement.world_size > 1 else ''}, "
+                    f"sharding {placement.sharding}, backend {event.backend}"
                 )
             case RankProgress():
                 console.progress(event.rank, event.host, event.phase, event.done, event.total, event.detail)
