@@ -28,7 +28,7 @@ HALF_BYTES = 268_520_000
 """What a rank may use when two of the scripted model's halves fit and the whole does not."""
 
 
-def impatient(mesh: Any, rejoin_timeout_s: float = 0.5) -> None:
+def impatient(mesh: Any, rejoin_timeout_s: float = 2.0) -> None:
     mesh.deadlines = msgspec.structs.replace(mesh.deadlines, rejoin_timeout_s=rejoin_timeout_s)
 
 
