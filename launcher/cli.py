@@ -443,6 +443,8 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--served-model-name", action="append", default=[], metavar="NAME", help="may be repeated"
     )
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's")
+    parser.add_argument("--strip-thinking", action="store_true", help="leave reasoning out of answers")
     parser.add_argument("--max-sequences", type=int, metavar="N", help="decoded together (default 32)")
     parser.add_argument(
         "--max-queued-requests",
@@ -491,6 +493,8 @@ def _flags(arguments: Arguments) -> Flags:
         port=arguments.port,
         api_key_file=arguments.api_key_file,
         served_model_names=tuple(arguments.served_model_name),
+        chat_template=arguments.chat_template,
+        strip_thinking=arguments.strip_thinking,
         max_sequences=arguments.max_sequences,
         max_queued_requests=arguments.max_queued_requests,
         context=arguments.context,

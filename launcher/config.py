@@ -18,6 +18,7 @@ MIN_KEY_CHARACTERS = 8
 MAX_HOSTFILE_BYTES = 1024 * 1024
 MAX_PATH_BYTES = 1024
 MAX_PATH_PART_BYTES = 255
+MAX_CHAT_TEMPLATE_CHARS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Flags:
     port: int | None = None
     api_key_file: str | None = None
     served_model_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    strip_thinking: bool = False
     max_sequences: int | None = None
     max_queued_requests: int | None = None
     context: int | None = None
@@ -58,6 +61,8 @@ class LaunchConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str = ""
     served_model_names: tuple[str, ...] = ()
+    chat_template: str = ""  # its text; '' = the model's
+    strip_thinking: bool = False
     max_sequences: int = 32
     max_queued_requests: int = 256
     context_length: int = 0  # 0 = the model's
@@ -152,6 +157,8 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         api_keys=api_keys,
         api_key_file=str(Path(flags.api_key_file).expanduser().resolve()) if flags.api_key_file else "",
         served_model_names=flags.served_model_names,
+        chat_template=read_chat_template(flags.chat_template) if flags.chat_template is not None else "",
+        strip_thinking=flags.strip_thinking,
         max_sequences=flags.max_sequences or 32,
         max_queued_requests=256 if flags.max_queued_requests is None else flags.max_queued_requests,
         context_length=flags.context or 0,
@@ -162,6 +169,23 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         is_elastic=flags.is_elastic,
         deadlines=hostfile.deadlines,
     )
+
+
+def read_chat_template(given: str) -> str:
+    """A template as it is, or the text of a file here: the leader may be another host. Raises SettingsError."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        text = Path(given).expanduser().read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"--chat-template {given}: neither a Jinja text nor a readable file ({error})."
+        ) from error
+    if not text.strip() or len(text) > MAX_CHAT_TEMPLATE_CHARS:
+        raise SettingsError(
+            f"--chat-template {given}: it must have 1 to {MAX_CHAT_TEMPLATE_CHARS} characters, not {len(text)}."
+        )
+    return text
 
 
 def read_api_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:

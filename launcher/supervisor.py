@@ -603,6 +603,8 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         serve_port=config.serve_port,
         api_keys=config.api_keys,
         served_model_names=config.served_model_names,
+        chat_template=config.chat_template,
+        strip_thinking=config.strip_thinking,
         context_length=config.context_length,
         max_sequences=config.max_sequences,
         max_queue=config.max_queued_requests,

@@ -79,6 +79,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     chat_template: str = ""  # overrides the model's
+    strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
     context_length: int = 0  # 0 = the model's
     max_sequences: int = 32  # decoded together
     max_queue: int = 256
@@ -131,6 +132,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    xtc_probability: float = 0.0  # how often the most probable tokens are left out, see sampler.exclude_top
+    xtc_threshold: float = 0.0
+    xtc_kept: tuple[int, ...] = ()  # never left out: ends of text, new lines
     seed: int = 0  # always set: the proxy draws one when the client gives none
 
 

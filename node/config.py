@@ -101,6 +101,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=18000, help="port for HTTP (18000), 0 = a free one")
     serve.add_argument("--api-key-file", metavar="FILE", help="one API key per line")
     serve.add_argument("--served-model-name", action="append", default=[], metavar="NAME")
+    serve.add_argument("--chat-template", default="", metavar="FILE", help="instead of the model's")
+    serve.add_argument("--strip-thinking", action="store_true", help="leave reasoning out of answers")
     return parser
 
 
@@ -217,6 +219,8 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         serve_port=flags.port,
         api_keys=_api_keys(flags.api_key_file, source),
         served_model_names=tuple(flags.served_model_name),
+        chat_template=flags.chat_template,
+        strip_thinking=flags.strip_thinking,
     )
 
 

@@ -671,6 +671,7 @@ class Coordinator:
             listen_fd=-1,
             api_keys=self.mesh.api_keys,
             chat_template=self.mesh.chat_template,
+            strip_thinking=self.mesh.strip_thinking,
             version=metadata.version("mlx-mesh"),
         )
 

@@ -41,9 +41,32 @@ def is_plain_greedy(request: GenerateRequest) -> bool:
 
 def noise_key(seed: int, position: int) -> Array:
     """The random key of the token at `position` (number of tokens before it, prompt included)."""
-    numbers = seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little")
-    digest = hashlib.blake2b(numbers, digest_size=8, person=b"mlx-mesh-token").digest()
+    digest = _draw(seed, position, b"mlx-mesh-token")
     return mx.array([int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")], mx.uint32)
+
+
+def xtc_applies(sampling: SamplingParams, position: int) -> bool:
+    """Whether the most probable tokens are left out at `position`; drawn apart from the token's noise."""
+    if sampling.xtc_probability <= 0:
+        return False
+    draw = int.from_bytes(_draw(sampling.seed, position, b"mlx-mesh-xtc"), "little")
+    return draw < sampling.xtc_probability * 2.0**64
+
+
+def _draw(seed: int, position: int, purpose: bytes) -> bytes:
+    numbers = seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little")
+    return hashlib.blake2b(numbers, digest_size=8, person=purpose).digest()
+
+
+def exclude_top(logits: Array, threshold: float, kept: tuple[int, ...]) -> Array:
+    """Logits (1, V) without the tokens more probable than `threshold`, but for the least of these and `kept`
+    (XTC, as mlx-lm's apply_xtc)."""
+    probabilities = mx.softmax(logits, axis=-1)
+    above = mx.where(probabilities > threshold, probabilities, mx.inf)
+    is_out = probabilities > mx.min(above, axis=-1, keepdims=True)
+    if kept:
+        is_out[:, mx.array(kept, mx.uint32)] = False
+    return mx.where(is_out, -mx.inf, logits)
 
 
 def filter_logits(logits: Array, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> Array:
@@ -133,6 +156,8 @@ class RowProcessor:
         if sampling.temperature <= 0:
             return logits
         logits = filter_logits(logits, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
+        if xtc_applies(sampling, tokens.shape[0]):
+            logits = exclude_top(logits, sampling.xtc_threshold, sampling.xtc_kept)
         # The best score is 0 before the division, so that a tiny temperature cannot overflow.
         scores = (logits - mx.max(logits, axis=-1, keepdims=True)) / sampling.temperature
         key = noise_key(sampling.seed, tokens.shape[0])

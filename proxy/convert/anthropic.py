@@ -35,7 +35,7 @@ def messages_job(services: Services, body: Prompt) -> ChatJob:
     return ChatJob(
         id=f"msg_{uuid.uuid4().hex[:24]}",
         messages=messages,
-        sampling=sampling_params(body, tokenizer.vocab_size),
+        sampling=sampling_params(body, tokenizer),
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
         stop_strings=tuple(body.stop_sequences or ()) if isinstance(body, MessagesRequest) else (),
         max_time_s=body.max_time_s or 0.0,

@@ -30,7 +30,7 @@ def chat_job(services: Services, body: ChatRequest) -> ChatJob:
             template_message(message, f"messages[{at}]", tokenizer)
             for at, message in enumerate(body.messages)
         ],
-        sampling=sampling_params(body, tokenizer.vocab_size),
+        sampling=sampling_params(body, tokenizer),
         max_tokens=body.token_limit,
         stop_strings=body.stop_strings,
         num_logprobs=body.num_logprobs,

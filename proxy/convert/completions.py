@@ -37,7 +37,7 @@ async def prepare_completion(services: Services, body: CompletionRequest) -> Pre
     num_choices = body.best_of or body.n or 1
     job = Sequences(
         id=f"cmpl-{uuid.uuid4().hex}",
-        sampling=sampling_params(body, services.tokenizer.vocab_size),
+        sampling=sampling_params(body, services.tokenizer),
         max_tokens=body.max_tokens,
         stop_strings=body.stop_strings,
         num_logprobs=0 if body.logprobs is None and body.picks_best else body.logprobs,

@@ -67,7 +67,7 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
     job = ChatJob(
         id=f"resp_{uuid.uuid4().hex}",
         messages=[*system, *turns],
-        sampling=sampling_params(body, tokenizer.vocab_size),
+        sampling=sampling_params(body, tokenizer),
         max_tokens=body.max_output_tokens,
         max_time_s=body.max_time_s or 0.0,
         num_logprobs=body.num_logprobs,

@@ -8,11 +8,12 @@ from typing import TypeVar
 from mlx_mesh.mesh.messages import SamplingParams
 from mlx_mesh.proxy.errors import invalid
 from mlx_mesh.proxy.schemas.common import CoreSampling
+from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
 T = TypeVar("T")
 
 
-def sampling_params(body: CoreSampling, vocab_size: int) -> SamplingParams:
+def sampling_params(body: CoreSampling, tokenizer: ModelTokenizer) -> SamplingParams:
     """OpenAI's defaults where nothing is given, and a random seed. Raises ApiError 400."""
     defaults = SamplingParams()
     temperature = given(body.temperature, defaults.temperature)
@@ -28,7 +29,10 @@ def sampling_params(body: CoreSampling, vocab_size: int) -> SamplingParams:
         repetition_context_size=given(body.repetition_context_size, defaults.repetition_context_size),
         presence_penalty=given(body.presence_penalty, defaults.presence_penalty),
         frequency_penalty=given(body.frequency_penalty, defaults.frequency_penalty),
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=_logit_bias(body.logit_bias or {}, tokenizer.vocab_size),
+        xtc_probability=given(body.xtc_probability, defaults.xtc_probability),
+        xtc_threshold=given(body.xtc_threshold, defaults.xtc_threshold),
+        xtc_kept=(*tokenizer.end_token_ids, *tokenizer.plain_ids("\n")) if body.xtc_probability else (),
         seed=new_seed() if body.seed is None else body.seed,
     )
 

@@ -40,6 +40,8 @@ class CoreSampling(Strict):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    xtc_probability: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    xtc_threshold: float | None = Field(default=None, ge=0, le=0.5, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     max_time_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 

@@ -163,3 +163,20 @@ def test_a_hostfile_that_is_not_there_or_not_text_is_told(tmp_path: Path) -> Non
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(HostfileError, match="not UTF-8"):
         read_hostfile(str(tmp_path / "b.yaml"))
+
+
+def test_a_chat_template_is_read_here_whoever_leads(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    assert build(Flags(chat_template=str(file))).chat_template == "{{ messages }}"
+    assert build(Flags(chat_template="{% for m in messages %}{% endfor %}")).chat_template.startswith("{%")
+    assert build(Flags()).chat_template == ""
+    for bad, words in (
+        (tmp_path / "none.jinja", "neither a Jinja text nor"),
+        (tmp_path, "neither a Jinja text"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            build(Flags(chat_template=str(bad)))
+    file.write_text(" \n")
+    with pytest.raises(SettingsError, match="1 to 1000000 characters"):
+        build(Flags(chat_template=str(file)))

@@ -182,7 +182,9 @@ def test_a_prompt_over_the_context_is_refused_with_numbers(
     assert not front.coordinator.requests
 
 
-def test_sampling_reaches_the_engine_as_given(start_front: Any, saying: Any, ids_of: IdsOf) -> None:
+def test_sampling_reaches_the_engine_as_given(
+    start_front: Any, saying: Any, ids_of: IdsOf, tokenizer: ModelTokenizer
+) -> None:
     front = start_front(saying(ids_of("a")))
     given = {
         "temperature": 0.5,
@@ -194,12 +196,15 @@ def test_sampling_reaches_the_engine_as_given(start_front: Any, saying: Any, ids
         "presence_penalty": 0.2,
         "frequency_penalty": -0.3,
         "logit_bias": {"7": -100, "8": 2.5},
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.1,
         "seed": 42,
     }
     assert front.chat(**given).status_code == 200
     sampling = front.coordinator.requests[0].sampling
     for name, value in given.items():
         assert getattr(sampling, name) == ({7: -100, 8: 2.5} if name == "logit_bias" else value)
+    assert sampling.xtc_kept == (*tokenizer.end_token_ids, *ids_of("\n"))
     assert front.coordinator.requests[0].logprobs is None
 
 

@@ -17,10 +17,12 @@ from mlx_mesh.node.engine.exchanges import SoloExchange
 from mlx_mesh.node.engine.sampler import (
     LeaderSampler,
     RowProcessor,
+    exclude_top,
     filter_logits,
     is_plain_greedy,
     noise_key,
     penalise,
+    xtc_applies,
 )
 
 VOCAB = 97
@@ -57,6 +59,32 @@ def kept(logits: Any) -> set[int]:
 
 
 # ---------------------------------------------------------------- filters
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.1, 0.5])
+def test_xtc_leaves_out_what_mlx_lm_leaves_out(threshold: float) -> None:
+    for seed in range(5):
+        logits = random_logits(seed)
+        special = [int(mx.argmax(logits).item())] if seed % 2 else []
+        theirs = upstream.apply_xtc(logits, 1.0, threshold, special)
+        assert kept(exclude_top(logits, threshold, tuple(special))) == kept(theirs)
+
+
+def test_xtc_applies_as_often_as_asked_and_always_at_the_same_positions() -> None:
+    sampling = SamplingParams(xtc_probability=0.3, seed=4)
+    positions = [at for at in range(2000) if xtc_applies(sampling, at)]
+    assert 500 < len(positions) < 700
+    assert positions == [at for at in range(2000) if xtc_applies(sampling, at)]
+    assert positions != [
+        at for at in range(2000) if xtc_applies(SamplingParams(xtc_probability=0.3, seed=5), at)
+    ]
+    assert not any(xtc_applies(SamplingParams(seed=4), at) for at in range(100))
+    logits = random_logits(1)
+    usual = choose(request(seed=4, temperature=0.01), [1, 2, 3], logits)
+    other = choose(
+        request(seed=4, temperature=0.01, xtc_probability=1.0, xtc_threshold=0.01), [1, 2, 3], logits
+    )
+    assert usual == int(mx.argmax(logits).item()) != other
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
