@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import mimetypes
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from mlx_mesh.launcher.api import Api, ApiError
 from mlx_mesh.launcher.text import harmless
 
 PATH = "/v1/chat/completions"
+
+MAX_IMAGE_BYTES = 20 * 1024 * 1024
+MAX_PIPED_CHARS = 8 * 1024 * 1024
+
+HELP = "Ctrl-C stops an answer, Ctrl-N or /new begins anew, image:/path shows an image, Ctrl-D ends."
+
+_IMAGE = re.compile(r"(?:^|(?<=\s))image:(?:\"([^\"]+)\"|(\S+))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,33 +34,96 @@ class ChatSettings:
     temperature: float | None = None
 
 
+@dataclass(slots=True)
+class Speed:
+    """Of the last answer, as the client saw it. Seconds; tokens as the server counts them."""
+
+    first_s: float = 0.0
+    total_s: float = 0.0
+    num_tokens: int = 0
+
+    def __str__(self) -> str:
+        decode_s = self.total_s - self.first_s
+        rate = (
+            f", {(self.num_tokens - 1) / decode_s:.1f} tokens/s"
+            if self.num_tokens > 1 and decode_s > 0
+            else ""
+        )
+        return f"{self.num_tokens} tokens, the first after {self.first_s:.2f} s{rate}"
+
+
 class Chat:
     """One conversation. It is told whole with every question."""
 
     def __init__(self, api: Api, settings: ChatSettings) -> None:
         self._api = api
         self._settings = settings
-        self._messages: list[dict[str, str]] = []
-        if settings.system:
-            self._messages.append({"role": "system", "content": settings.system})
+        self._messages: list[dict[str, Any]] = []
         self._model = first_model(api)
+        self.speed = Speed()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new conversation."""
+        system = self._settings.system
+        self._messages = [{"role": "system", "content": system}] if system else []
 
     def ask(self, question: str) -> Iterator[str]:
-        """Pieces of the answer. A question that fails is forgotten. Raises ApiError."""
-        messages = [*self._messages, {"role": "user", "content": question}]
-        body: dict[str, Any] = {"model": self._model, "messages": messages, "stream": True}
+        """Pieces of the answer. A question that fails is forgotten. Raises ApiError, also for an image that
+        cannot be read."""
+        messages = [*self._messages, {"role": "user", "content": content_of(question)}]
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         if self._settings.max_tokens is not None:
             body["max_tokens"] = self._settings.max_tokens
         if self._settings.temperature is not None:
             body["temperature"] = self._settings.temperature
         answer = ""
+        self.speed = Speed()
+        began = time.monotonic()
         for event in self._api.stream(PATH, body):
+            if usage := event.get("usage"):
+                self.speed.num_tokens = int(usage.get("completion_tokens", 0))
             for choice in event.get("choices", []):
-                piece = choice.get("delta", {}).get("content") or ""
+                delta = choice.get("delta", {})
+                piece = delta.get("content") or ""
+                if piece or delta.get("reasoning_content"):
+                    self.speed.first_s = self.speed.first_s or time.monotonic() - began
                 answer += piece
                 if piece:
                     yield piece
+        self.speed.total_s = time.monotonic() - began
         self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+def content_of(question: str) -> str | list[dict[str, Any]]:
+    """The question as the API takes it: `image:/path` or `image:"/a path"` anywhere in it becomes the image
+    itself, so that the server needs no file. Raises ApiError."""
+    images = [Path(quoted or plain) for quoted, plain in _IMAGE.findall(question)]
+    if not images:
+        return question
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": _data_url(path)}} for path in images
+    ]
+    text = " ".join(_IMAGE.sub("", question).split())
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def _data_url(path: Path) -> str:
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    if not kind.startswith("image/"):
+        raise ApiError(f"{path} is no image by its name; give a .png or .jpg, for example.")
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        raise ApiError(f"{path} cannot be read ({error.strerror}).") from error
+    if len(data) > MAX_IMAGE_BYTES:
+        raise ApiError(f"{path} has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are sent.")
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def first_model(api: Api) -> str:
@@ -56,6 +132,16 @@ def first_model(api: Api) -> str:
     if not models:
         raise ApiError(f"{api.url} serves no model yet. See `mlx-mesh status`.")
     return str(models[0]["id"])
+
+
+def piped_question(source: TextIO) -> str:
+    """All that was piped in, as one question. Raises ApiError."""
+    piped = source.read(MAX_PIPED_CHARS + 1)
+    if len(piped) > MAX_PIPED_CHARS:
+        raise ApiError(f"More than {MAX_PIPED_CHARS} characters were piped in; a question is shorter.")
+    if not piped.strip():
+        raise ApiError("Nothing was asked: neither --prompt nor a text on standard input.")
+    return piped.strip()
 
 
 def ask_once(chat: Chat, prompt: str, out: TextIO) -> None:
@@ -67,20 +153,36 @@ def ask_once(chat: Chat, prompt: str, out: TextIO) -> None:
 
 def converse(chat: Chat, out: TextIO) -> None:
     """Read questions until end of file. Ctrl-C ends an answer, or the chat when there is none."""
+    _edit_lines()
     while True:
         try:
             question = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             _write(out, "\n")
             return
-        if not question:
-            continue
-        try:
-            ask_once(chat, question, out)
-        except KeyboardInterrupt:
-            _write(out, "\n[stopped]\n")
-        except ApiError as error:
-            _write(out, f"\n[{error}]\n")
+        if question == "/new":
+            chat.forget()
+            _write(out, "[a new conversation]\n")
+        elif question:
+            _answer(chat, question, out)
+
+
+def _answer(chat: Chat, question: str, out: TextIO) -> None:
+    try:
+        ask_once(chat, question, out)
+        _write(out, f"[{chat.speed}]\n")
+    except KeyboardInterrupt:
+        _write(out, "\n[stopped]\n")
+    except ApiError as error:
+        _write(out, f"\n[{error}]\n")
+
+
+def _edit_lines() -> None:
+    """Arrow keys, earlier questions, and Ctrl-N, where Python has readline."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind('"\\C-n": "\\C-a\\C-k/new\\n"')
 
 
 def _write(out: TextIO, text: str) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from mlx_mesh import __version__
 from mlx_mesh.launcher import bench_command, plan_command, verify_command
 from mlx_mesh.launcher.api import Api
-from mlx_mesh.launcher.chat import Chat, ChatSettings, ask_once, converse
+from mlx_mesh.launcher.chat import HELP, Chat, ChatSettings, ask_once, converse, piped_question
 from mlx_mesh.launcher.config import (
     Flags,
     LaunchConfig,
@@ -242,10 +242,12 @@ def _chat(arguments: Arguments) -> int:
             state = find_folder(arguments.target, os.environ).read_running()
             api = stack.enter_context(api_of(state, arguments.api_key_file, os.environ))
         chat = Chat(api, settings)
-        if arguments.prompt is not None:
+        if arguments.prompt is not None:  # standard input is left alone: it may never end
             ask_once(chat, arguments.prompt, sys.stdout)
+        elif not sys.stdin.isatty():
+            ask_once(chat, piped_question(sys.stdin), sys.stdout)
         else:
-            print(f"{api.url}: Ctrl-C stops an answer, Ctrl-D ends.")
+            print(f"{api.url}: {HELP}")
             converse(chat, sys.stdout)
     return ExitCode.OK
 
@@ -418,7 +420,9 @@ def build_parser() -> argparse.ArgumentParser:
         "-n", "--lines", type=int, default=50, metavar="N", help="last lines per rank (default 50)"
     )
     chat.add_argument("--url", help="any OpenAI-compatible server, like http://127.0.0.1:18000")
-    chat.add_argument("--prompt", help="ask this once and print the answer")
+    chat.add_argument(
+        "-p", "--prompt", help="ask this once and print the answer; without it, what is piped in"
+    )
     chat.add_argument("--system", default="", help="system message")
     chat.add_argument("--max-tokens", type=int, metavar="N")
     chat.add_argument(

@@ -172,7 +172,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
 
 
 def read_chat_template(given: str) -> str:
-    """A template as it is, or the text of a file here: the leader may be another host. Raises SettingsError."""
+    """A template as it is, or the text of a file on this machine. Raises SettingsError."""
     if "{{" in given or "{%" in given:
         return given
     try:
@@ -183,7 +183,7 @@ def read_chat_template(given: str) -> str:
         ) from error
     if not text.strip() or len(text) > MAX_CHAT_TEMPLATE_CHARS:
         raise SettingsError(
-            f"--chat-template {given}: it must have 1 to {MAX_CHAT_TEMPLATE_CHARS} characters, not {len(text)}."
+            f"--chat-template {given}: it has {len(text)} characters; 1 to {MAX_CHAT_TEMPLATE_CHARS} will do."
         )
     return text
 
