@@ -81,7 +81,7 @@ def test_64_tokens_are_the_same_at_every_world_size_and_split(
             alone[split], length = stream(mesh, LONG, 0.0, NUM_TOKENS)
             assert length == NUM_TOKENS == len(alone[split])
             with ThreadPoolExecutor(len(BATCH)) as pool:
-                answers = pool.map(lambda ask: stream(mesh, *ask, batch_tokens), BATCH)
+                answers = pool.map(lambda ask: stream(mesh, ask[0], ask[1], batch_tokens), BATCH)
                 batches[split] = [tokens for tokens, _ in answers]
             assert mesh.stop() == 0
     for split in SPLITS:

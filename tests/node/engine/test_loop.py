@@ -113,7 +113,7 @@ class Stage:
 
 
 def make_stage(
-    plans_ahead: int, engine: socket.socket, agent: socket.socket, max_sequences: int = 4
+    plans_ahead: int, engine: socket.socket, agent: socket.socket, *, max_sequences: int = 4
 ) -> Stage:
     log: list[str] = []
     generation = CountingGeneration(log)
@@ -206,7 +206,7 @@ def test_a_cancel_ends_a_row_after_the_plans_that_are_under_way(
         assert generation.steps_of["before"] == 36, "the row before it goes on"
     else:
         assert generation.steps_of["a"] - steps_before[0] == plans_ahead
-    ends = []
+    ends: list[tuple[str, str]] = []
     while len(ends) < 1 + len(others):
         report = stage.agent.receive()
         assert isinstance(report, Tokens)
