@@ -18,7 +18,7 @@ from mlx_mesh.mesh.errors import MeshError, NotRunningError, SettingsError
 from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.hostfile_fields import check_name
 
-LAUNCHER_STOP_S = 60.0  # it waits for its agents, and these for open requests
+LAUNCHER_STOP_S = 75.0  # it waits for its agents, and these for open requests
 KILL_S = 5.0
 AGENT_GONE_S = 15.0  # an agent whose stdin closed ends its engines and itself
 PROGRAM_MARGIN_S = 20.0

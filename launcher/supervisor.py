@@ -61,6 +61,7 @@ NUM_LAST_LINES = 12
 IDENTIFY_TIMEOUT_S = 20.0
 LAST_WORDS_S = 2.0  # after the first agent ended, how long the others may still name the cause
 STOP_MARGIN_S = 5.0
+HURRY_S = 1.5  # for clients to be told, when nobody wants to wait for the answers; then KILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,6 +505,7 @@ class Supervisor:
     def stop(self) -> list[str]:
         """End all agents and wait until they are gone. Returns what could not be confirmed, in words.
 
+        Open requests may finish first, unless the mesh broke or somebody asks for the end again.
         The leader's first: its coordinator tells the others, who would else take their own end for a fault.
         Then the others' stdin closes, then KILL by pid and start time.
         """
@@ -511,6 +513,8 @@ class Supervisor:
         self._is_closing.set()
         self._console.finish_progress()
         limit_s = 2 * self._config.deadlines.stop_s + STOP_MARGIN_S
+        if self._drain(limit_s):
+            limit_s = HURRY_S
         self._close(self._agents[:1])
         self._wait_until_gone(self._agents[:1], limit_s)
         self._close(self._agents[1:])
@@ -520,9 +524,23 @@ class Supervisor:
             remote.close()
         return [what for what in left if what]
 
+    def _drain(self, limit_s: float) -> bool:
+        """Returns whether somebody's patience ended first."""
+        leader = self._agents[0]
+        if self._ready is None or self._cause or not leader.is_running or leader.process is None:
+            return False
+        farewell = Farewell(reason=self._why_it_ends, is_failure=False, drain=True)
+        leader.process.send(msgspec.json.encode(farewell) + b"\n")
+        self._wait_until_gone([leader], self._config.deadlines.drain_s + limit_s)
+        was_hurried, self._is_hurried = self._is_hurried, False
+        return was_hurried
+
+    @property
+    def _why_it_ends(self) -> str:
+        return (self._cause or self._stop_asked or "the launcher ends it").splitlines()[0].rstrip(".")
+
     def _close(self, agents: Sequence[_Agent]) -> None:
-        reason = (self._cause or self._stop_asked or "the launcher ends it").splitlines()[0]
-        farewell = Farewell(reason=reason.rstrip("."), is_failure=bool(self._cause))
+        farewell = Farewell(reason=self._why_it_ends, is_failure=bool(self._cause))
         for agent in agents:
             if agent.is_running and agent.process is not None:
                 agent.process.send(msgspec.json.encode(farewell) + b"\n")

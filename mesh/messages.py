@@ -551,10 +551,12 @@ class ProxyReady(Message, frozen=True):
 
 
 class Farewell(msgspec.Struct, frozen=True, kw_only=True):
-    """The last line, as JSON, that a launcher may write to an agent before it closes its stdin."""
+    """A line, as JSON, that a launcher may write to an agent before it closes its stdin, which ends the agent
+    at once."""
 
     reason: str
     is_failure: bool  # the mesh broke; nobody asked for its end
+    drain: bool = False  # the end may wait for open requests; stdin stays open meanwhile
 
 
 class ProxyBeat(Message, frozen=True):

@@ -225,6 +225,7 @@ class Coordinator:
                 await self._leave_epoch(str(leave))
 
     async def _shutdown(self, reason: str, exit_code: ExitCode) -> None:
+        self._desk.drain()
         self._desk.pause(reason)
         if exit_code is ExitCode.OK:
             self._desk.fail_all("draining", f"The mesh was stopped: {reason}.", RETRY_AFTER_S)

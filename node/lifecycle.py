@@ -16,6 +16,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -267,6 +268,10 @@ def _watch_input(fd: int, loop: asyncio.AbstractEventLoop, process: AgentProcess
     with contextlib.suppress(OSError):
         while data := os.read(fd, 4096):
             said = (said + data)[-_FAREWELL_BYTES:]
+            if said.endswith(b"\n") and (wish := read_farewell(said)).drain:
+                said = b""
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(partial(process.stop, wish.reason, hurry=False))
     why = read_farewell(said)
     with contextlib.suppress(RuntimeError):  # the loop is closed already
         loop.call_soon_threadsafe(

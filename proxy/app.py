@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_mesh.mesh.errors import MeshError
 from mlx_mesh.proxy.auth import Guard
-from mlx_mesh.proxy.errors import ApiError, to_api_error
+from mlx_mesh.proxy.errors import ApiError, shutting_down, to_api_error
 from mlx_mesh.proxy.routes import (
     cancel,
     capabilities,
@@ -24,6 +25,7 @@ from mlx_mesh.proxy.routes import (
     messages,
     models,
     ollama,
+    openapi,
     responses,
 )
 from mlx_mesh.proxy.services import Services
@@ -46,6 +48,7 @@ _ROUTERS = tuple(
         health,
         cluster,
         capabilities,
+        openapi,
     )
 )
 
@@ -80,8 +83,12 @@ class Marks:
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
 
+        has_started = False
+
         async def marked_send(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 headers = MutableHeaders(raw=message["headers"])
                 headers[WORLD_SIZE_HEADER] = str(self._services.client.readiness.world_size)
                 headers[REQUEST_ID_HEADER] = request_id
@@ -89,7 +96,11 @@ class Marks:
                 self._services.metrics.http_requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, marked_send)
+        try:
+            await self._app(scope, receive, marked_send)
+        except asyncio.CancelledError:  # the server stops and waits no longer for this answer
+            if not has_started:
+                await shutting_down().response(scope["path"])(scope, receive, marked_send)
 
 
 def _request_id(scope: Scope) -> str:

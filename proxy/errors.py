@@ -112,6 +112,10 @@ def not_ready(reason: str) -> ApiError:
     )
 
 
+def shutting_down() -> ApiError:
+    return ApiError(503, "The mesh is shutting down.", code="draining", retry_after_s=RETRY_AFTER_S)
+
+
 def to_api_error(error: Exception) -> ApiError:
     """What a failure below the HTTP front end means for its client."""
     match error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mlx_mesh.mesh.messages import ProxyConfig
 from mlx_mesh.node.client import CoordinatorClient
-from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, not_ready
+from mlx_mesh.proxy.errors import ApiError, not_ready, shutting_down
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.open_answers import OpenAnswers
 from mlx_mesh.proxy.response_store import ResponseStore
@@ -64,6 +64,6 @@ class Services:
     def require_ready(self) -> None:
         """Raises ApiError 503 with the reason."""
         if self.client.draining:
-            raise ApiError(503, "The mesh is shutting down.", code="draining", retry_after_s=RETRY_AFTER_S)
+            raise shutting_down()
         if reason := self.not_ready_reason:
             raise not_ready(reason)

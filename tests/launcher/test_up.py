@@ -143,7 +143,7 @@ def test_up_shows_plan_progress_logs_and_url_and_ctrl_c_ends_it_cleanly(
     )
     assert "Mesh studio is down." in output
     told = json.loads((fake.folder / "farewell-mac1").read_bytes())
-    assert told == {"reason": "Ctrl-C", "is_failure": False}
+    assert told == {"reason": "Ctrl-C", "is_failure": False, "drain": True}
     (agent,) = fake.agents()
     assert is_gone(agent["pid"])
     assert list((state_home / "mlx-mesh" / "studio").iterdir()) == []

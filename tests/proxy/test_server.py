@@ -178,7 +178,6 @@ def test_the_documentation_names_every_field_and_header() -> None:
         ("GET", CHAT, 405, "method_not_allowed"),
         ("OPTIONS", CHAT, 405, "method_not_allowed"),
         ("GET", "/docs", 404, "unknown_url"),
-        ("GET", "/openapi.json", 404, "unknown_url"),
     ],
 )
 def test_unknown_paths_and_methods_have_the_envelope(

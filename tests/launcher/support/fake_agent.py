@@ -144,7 +144,11 @@ def main() -> None:
     if mine.get("die_on"):  # a file whose appearance ends this agent as a signal would
         wait_for_file(mine["die_on"])
         os.kill(os.getpid(), signal.SIGKILL)
-    farewell = sys.stdin.buffer.read()
+    farewell = b""
+    for line in sys.stdin.buffer:
+        farewell = line
+        if json.loads(line)["drain"] and not mine.get("ignore_eof"):  # there are no open requests
+            break
     (FOLDER / f"farewell-{HOST}").write_bytes(farewell)
     if mine.get("ignore_eof"):
         while True:

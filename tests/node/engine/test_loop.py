@@ -181,7 +181,8 @@ def test_a_cancel_ends_a_row_after_the_plans_that_are_under_way(
     sockets: Any, plans_ahead: int, moment: str
 ) -> None:
     """No step more with one rank, one with two, and one less than the ranks of a pipeline."""
-    stage = make_stage(plans_ahead, *sockets, max_sequences=1)
+    engine, agent = sockets
+    stage = make_stage(plans_ahead, engine, agent, max_sequences=1)
     generation = stage.generation
     generation.prompt_steps = 6
     steps_before: list[int] = []
