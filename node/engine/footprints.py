@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
 from mlx_mesh.mesh.tensor_units import DividedBytes
@@ -20,6 +21,7 @@ from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
 from mlx_mesh.node.engine.vocabulary import gives_logits, is_looked_up
 
+_GROWN_TO = (512, 1024)  # tokens; caches grow in steps of 256
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
 
 
@@ -62,9 +64,9 @@ def _measure(
     if trace is None:
         embedding, tied = sizes.take(outside.values()), False
         head = every_stage = 0
-        caches: tuple[CacheSize, ...] = (CacheSize(0, 0, 0),) * len(layers)
+        caches, problem = _grown_caches(lazy)
         cuts: tuple[int, ...] = ()
-        reason, hidden, vocabulary = untraced, 0, 0
+        reason, hidden, vocabulary = f"{untraced}{problem}", 0, 0
     else:
         calls = range(len(trace.calls))
         early = set().union(*(trace.parameters[call] for call in calls))
@@ -107,6 +109,27 @@ def _measure(
         vocab_size=vocabulary,
         tensor=_tensor(lazy, trace, proposal, sum(layer_bytes) + embedding + head, head),
     )
+
+
+def _grown_caches(lazy: LazyModel) -> tuple[tuple[CacheSize, ...], str]:
+    """Of a model whose layers cannot be watched: by how much its caches grow between two lengths, laid over
+    the layers in order. Nothing is evaluated. Second: why there is no answer, '' when there is."""
+    sizes = []
+    try:
+        for length in _GROWN_TO:
+            caches = make_prompt_cache(lazy.model)
+            for step in (length - 1, 1):  # a window drops what it does not keep at the step after a prefill
+                lazy.model(mx.zeros((1, step), dtype=mx.uint32), cache=caches)
+            sizes.append([int(cache.nbytes) for cache in caches])
+    except Exception as error:  # whatever a model's own code raises
+        unknown = (CacheSize(0, 0, 0),) * len(lazy.layers)
+        return unknown, f"; and the size of its cache is unknown ({type(error).__name__}: {error})"
+    found = [[0, 0] for _ in lazy.layers]
+    for index, (small, large) in enumerate(zip(*sizes, strict=True)):
+        per_token = (large - small) // (_GROWN_TO[1] - _GROWN_TO[0])
+        found[index % len(found)][0] += per_token
+        found[index % len(found)][1] += small - per_token * _GROWN_TO[0]
+    return tuple(CacheSize(per_token, fixed, 0) for per_token, fixed in found), ""
 
 
 class _Sizes:
