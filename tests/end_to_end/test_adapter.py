@@ -45,6 +45,11 @@ def test_a_hostfile_with_an_adapter_answers_as_mlx_lm_does(
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
         answer = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=120).json()
         assert answer["choices"][0]["text"] == text_of_mlx_lm(tiny_llama, tiny_adapters["lora"])
+        held = [
+            r["weights_bytes"] for r in httpx.get(f"{mesh.url}/v1/cluster/nodes", timeout=10).json()["ranks"]
+        ]
+        plan = httpx.get(f"{mesh.url}/v1/cluster/status", timeout=10).json()["plan"]
+        assert held == [shard["weights_bytes"] for shard in plan["shards"]]
         assert mesh.stop() == 0
 
 

@@ -222,6 +222,10 @@ class EngineMesh:
             engine.wait_for_phase(Phase.CONNECTED)
             engine.send(JoinPlans(endpoint=endpoint))
 
+    def held(self) -> list[int]:
+        """Bytes of weights that each rank says it has read."""
+        return [engine.wait_for_phase(Phase.LOADED).weights_bytes for engine in self.engines]
+
     def load(
         self,
         model: Path,
