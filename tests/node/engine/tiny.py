@@ -14,6 +14,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mesh.mesh.types import Placement, Shard, Sharding
 from mlx_mesh.node.engine.loader import LazyModel
@@ -49,21 +50,64 @@ def llama(**changes: Any) -> dict[str, Any]:
 
 
 def build(config: dict[str, Any]) -> LazyModel:
-    """A random float32 model. Norms and biases are random too, so that each of them matters."""
-    mx.random.seed(7)
+    """A random float32 model. Norms and biases are random too, so that each of them matters. Models of one
+    config share their arrays, which nothing changes."""
+    key = json.dumps(config, sort_keys=True)
     model_class, args_class = mlx_lm.utils._get_classes(config)
+    mx.random.seed(7)
     model = model_class(args_class.from_dict(config))
     model.eval()
+    if key not in _made:
+        _add_noise(model)
+    if quantization := config.get("quantization"):
+        nn.quantize(model, **quantization, class_predicate=_chooser(config))
+    if rank := config.get("adapter_rank"):
+        _adapt(model, rank)
+    if key in _made:
+        model.update(tree_unflatten(_made[key]))
+    else:
+        while len(_made) >= _NUM_KEPT:
+            del _made[next(iter(_made))]
+        _made[key] = tree_flatten(model.parameters())
+    mx.eval(model.parameters())
+    return LazyModel(Path(config["model_type"]), model, config, {})
+
+
+_made: dict[str, list[tuple[str, Any]]] = {}  # config -> the parameters of its model
+_NUM_KEPT = 3
+
+
+def _add_noise(model: Any) -> None:
     changed = []
     for name, array in tree_flatten(model.parameters()):
         if mx.issubdtype(array.dtype, mx.floating):
             noise = mx.random.normal(array.shape, dtype=array.dtype) * 0.05
             changed.append((name, array + noise))
     model.update(tree_unflatten(changed))
-    if quantization := config.get("quantization"):
-        nn.quantize(model, quantization["group_size"], quantization["bits"])
-    mx.eval(model.parameters())
-    return LazyModel(Path(config["model_type"]), model, config, {})
+
+
+def _chooser(config: dict[str, Any]) -> Any:
+    """Which modules are quantised: those whose path has `quantized_parts`, and whose inputs allow it."""
+    part, size = config.get("quantized_parts", ""), config["quantization"]["group_size"]
+
+    def is_quantised(path: str, module: Any) -> bool:
+        return hasattr(module, "to_quantized") and part in path and module.weight.shape[-1] % size == 0
+
+    return is_quantised
+
+
+def _adapt(model: Any, rank: int) -> None:
+    """A LoRA adapter of every layer's attention and MLP, with random matrices so that it matters."""
+    keys = ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"]
+    parameters = {"rank": rank, "scale": 8.0, "dropout": 0.0, "keys": keys}
+    linear_to_lora_layers(model, len(model.layers), parameters)
+    model.eval()
+    matrices = [
+        (name, array + mx.random.normal(array.shape) * 0.05)
+        for name, array in tree_flatten(model.parameters())
+        if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b")
+    ]
+    model.update(tree_unflatten(matrices))
 
 
 def whole(num_layers: int) -> Placement:
