@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from mlx_mesh.mesh.partition import split_units
 from mlx_mesh.mesh.tensor_units import DividedBytes
 
 WORTH_DIVIDING = 100
@@ -20,6 +21,8 @@ class LayerFootprint(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     fixed_state_bytes: int = 0
     kv_window: int = 0  # tokens a sliding window keeps; 0 = the whole context
+    whole_kv_bytes_per_token: int = 0  # of kv_bytes_per_token, what every tensor rank keeps (latents)
+    whole_state_bytes: int = 0  # and of fixed_state_bytes
     active_bytes: int = 0  # weights that one token reads, of experts only the chosen ones; 0 = all
     active_parameters: int = 0  # that one token is multiplied with; 0 = unknown
 
@@ -37,6 +40,8 @@ class TensorFootprint(msgspec.Struct, frozen=True, kw_only=True):
     replicated_parts: tuple[str, ...] = ()  # names of large parts that stay whole on every rank
     divided: tuple[DividedBytes, ...] = ()  # the divided bytes exactly; () = only the sums above are known
     kv_groups: int = -1  # groups by which the KV cache divides; 0 = whole on every rank, -1 = attention_units
+    kv_divided: tuple[DividedBytes, ...] = ()  # keys and values of a token, as far as they are divided
+    state_divided: tuple[DividedBytes, ...] = ()  # fixed states of a sequence, likewise
     sums_per_token: int = 0  # collectives of one forward; 0 = unknown, two a layer
     leader_bytes: int = 0  # rank 0 alone holds them: a whole output head, with its norm
     vocabulary_bytes: int = 0  # embeddings and output heads that are divided by vocabulary, in `divided` too
@@ -48,6 +53,28 @@ class TensorFootprint(msgspec.Struct, frozen=True, kw_only=True):
         """What one rank holds of the model, to the byte when `divided` is given."""
         divided = sum(part.of_rank(weights, rank) for part in self.divided)
         return self.replicated_bytes + divided + (0 if rank else self.leader_bytes)
+
+    def kv_parts(self, weights: Sequence[int]) -> list[tuple[int, int]]:
+        """Of the keys and values that are divided, the part that each rank has, as (so many, of so many).
+        With fewer KV heads than ranks there are copies, and the parts are more than a whole."""
+        return self._parts(self.kv_divided, weights)
+
+    def state_parts(self, weights: Sequence[int]) -> list[tuple[int, int]]:
+        """The same of fixed states."""
+        return self._parts(self.state_divided, weights)
+
+    def _parts(self, parts: Sequence[DividedBytes], weights: Sequence[int]) -> list[tuple[int, int]]:
+        if self.divided:
+            total = sum(part.total for part in parts)
+            if not total:
+                return [(1, 1)] * len(weights)
+            return [
+                (sum(part.of_rank(weights, rank) for part in parts), total) for rank in range(len(weights))
+            ]
+        groups = self.attention_units if self.kv_groups < 0 else self.kv_groups
+        if groups < len(weights):
+            return [(1, 1)] * len(weights)
+        return [(share, groups) for share in split_units(groups, weights)]
 
 
 class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):

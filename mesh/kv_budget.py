@@ -12,7 +12,6 @@ import msgspec
 
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.memory import format_bytes, need_of, part_of
-from mlx_mesh.mesh.tensor_plan import kv_parts
 from mlx_mesh.mesh.types import Placement, Sharding
 
 BLOCK_TOKENS = 256
@@ -86,13 +85,18 @@ def kv_budget(footprint: ModelFootprint, placement: Placement) -> KvBudget:
     """What this placement leaves for running sequences on each rank."""
     shards = placement.shards
     is_tensor = placement.sharding is Sharding.TENSOR
-    parts = kv_parts(footprint, [shard.weight for shard in shards]) if is_tensor else [(1, 1)] * len(shards)
+    weights = [shard.weight for shard in shards]
+    kv_parts = footprint.tensor.kv_parts(weights) if is_tensor else [(1, 1)] * len(shards)
+    state_parts = footprint.tensor.state_parts(weights) if is_tensor else [(1, 1)] * len(shards)
     ranks = []
-    for shard, part in zip(shards, parts, strict=True):
+    for shard, kv_part, state_part in zip(shards, kv_parts, state_parts, strict=True):
         layers = footprint.layers[shard.start_layer : shard.end_layer]
         per_token: Counter[int] = Counter()
+        fixed = 0
         for layer in layers:
-            per_token[layer.kv_window] += layer.kv_bytes_per_token
+            whole, state = (layer.whole_kv_bytes_per_token, layer.whole_state_bytes) if is_tensor else (0, 0)
+            per_token[layer.kv_window] += whole + part_of(layer.kv_bytes_per_token - whole, *kv_part)
+            fixed += state + part_of(layer.fixed_state_bytes - state, *state_part)
         need = need_of(shard.weights_bytes, 0)
         ranks.append(
             RankKv(
@@ -101,8 +105,8 @@ def kv_budget(footprint: ModelFootprint, placement: Placement) -> KvBudget:
                 budget_bytes=max(0, shard.memory_limit_bytes - need.total)
                 if shard.memory_limit_bytes
                 else None,
-                fixed_bytes=part_of(sum(layer.fixed_state_bytes for layer in layers), *part),
-                per_token=tuple((window, part_of(size, *part)) for window, size in sorted(per_token.items())),
+                fixed_bytes=fixed,
+                per_token=tuple(sorted(per_token.items())),
             )
         )
     return KvBudget(ranks=tuple(ranks))

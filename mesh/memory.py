@@ -44,6 +44,12 @@ def kv_bytes(layer: LayerFootprint, context_tokens: int, num_sequences: int) -> 
     return (layer.kv_bytes_per_token * tokens + layer.fixed_state_bytes) * num_sequences
 
 
+def whole_kv_bytes(layer: LayerFootprint, context_tokens: int) -> int:
+    """The keys and values of one sequence that every tensor rank keeps."""
+    tokens = min(context_tokens, layer.kv_window) if layer.kv_window else context_tokens
+    return layer.whole_kv_bytes_per_token * tokens
+
+
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
     """Sums over layer ranges of one model for one request, each in constant time."""
@@ -51,6 +57,8 @@ class ModelMemory:
     footprint: ModelFootprint
     weights_before: tuple[int, ...]
     kv_before: tuple[int, ...]
+    kv: tuple[int, int]  # keys and values of all layers: what every tensor rank keeps, and what is divided
+    states: tuple[int, int]  # fixed states likewise
 
     @classmethod
     def of(cls, footprint: ModelFootprint, context_tokens: int, num_sequences: int) -> ModelMemory:
@@ -58,7 +66,16 @@ class ModelMemory:
         for layer in footprint.layers:
             weights.append(weights[-1] + layer.weights_bytes)
             kv.append(kv[-1] + kv_bytes(layer, context_tokens, num_sequences))
-        return cls(footprint, tuple(weights), tuple(kv))
+        whole_states = sum(layer.whole_state_bytes for layer in footprint.layers) * num_sequences
+        all_states = sum(layer.fixed_state_bytes for layer in footprint.layers) * num_sequences
+        whole_kv = sum(whole_kv_bytes(layer, context_tokens) for layer in footprint.layers) * num_sequences
+        return cls(
+            footprint,
+            tuple(weights),
+            tuple(kv),
+            (whole_kv, kv[-1] - all_states - whole_kv),
+            (whole_states, all_states - whole_states),
+        )
 
     @classmethod
     def for_request(cls, footprint: ModelFootprint, request: PlacementRequest) -> ModelMemory:
@@ -86,7 +103,17 @@ class ModelMemory:
         weights = tensor.replicated_bytes
         weights += part_of(tensor.attention_bytes, attention_units, tensor.attention_units)
         weights += part_of(tensor.mlp_bytes, mlp_units, tensor.mlp_units)
-        return need_of(weights, part_of(self.kv_before[-1], attention_units, tensor.attention_units))
+        part = (attention_units, tensor.attention_units)
+        return need_of(weights, self.kv_of(part, part))
+
+    @property
+    def whole_kv(self) -> int:
+        """What every tensor rank keeps of the caches."""
+        return self.kv[0] + self.states[0]
+
+    def kv_of(self, kv_part: tuple[int, int], state_part: tuple[int, int]) -> int:
+        """The caches of a tensor rank with these parts of what is divided."""
+        return self.whole_kv + part_of(self.kv[1], *kv_part) + part_of(self.states[1], *state_part)
 
 
 def part_of(whole: int, units: int, of_units: int) -> int:

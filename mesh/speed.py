@@ -14,6 +14,7 @@ import msgspec
 from mlx_mesh.mesh.capacity import PlacementRequest, Rank
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint
 from mlx_mesh.mesh.links import LOOPBACK, Link
+from mlx_mesh.mesh.memory import whole_kv_bytes
 from mlx_mesh.mesh.partition import split_units
 
 NANOSECONDS = 1_000_000_000
@@ -208,6 +209,7 @@ class TensorSpeed:
     read_divided: int  # of an output head that is divided by vocabulary
     mlp_active: int  # and those of the MLPs that are divided
     cache_bytes: int
+    whole_cache_bytes: int  # of them, what every rank keeps and reads
     constant_ns: int
     parameters: int
     whole_parameters: int  # of these, in parts of layers that stay whole on every rank
@@ -234,6 +236,9 @@ class TensorSpeed:
             read_divided=tensor.vocabulary_read_bytes,
             mlp_active=tensor.mlp_bytes - mlp_asleep,
             cache_bytes=sum(_cache_bytes(layer, context) for layer in footprint.layers),
+            whole_cache_bytes=sum(
+                whole_kv_bytes(layer, context) + layer.whole_state_bytes for layer in footprint.layers
+            ),
             constant_ns=sum(_constant_ns(layer) for layer in footprint.layers),
             parameters=parameters,
             whole_parameters=parameters * max(0, in_layers - divided) // max(1, in_layers),
@@ -244,16 +249,15 @@ class TensorSpeed:
         """One token on the slowest rank, without what travels."""
         tensor = self.footprint.tensor
         attention, mlp = shares(tensor.attention_units, weights), shares(tensor.mlp_units, weights)
-        groups = tensor.attention_units if tensor.kv_groups < 0 else tensor.kv_groups
-        groups = groups if groups >= len(weights) else 0  # fewer than ranks: each has copies
-        cache = shares(groups, weights)
+        cache = tensor.kv_parts(weights)
         slowest, total = 0, sum(weights)
         for index, rank in enumerate(self.ranks):
             read = self.read_whole + (0 if index else self.read_by_leader)
             read += _part(self.read_divided, weights[index], total)
             read += _part(self.mlp_active, mlp[index], tensor.mlp_units)
             read += _part(tensor.attention_bytes, attention[index], tensor.attention_units)
-            read += _part(self.cache_bytes, cache[index], groups) if groups else self.cache_bytes
+            divided = self.cache_bytes - self.whole_cache_bytes
+            read += self.whole_cache_bytes + _part(divided, *cache[index])
             # Ranks of one host read at the same time.
             slowest = max(slowest, read * NANOSECONDS * rank.slots // self.rates.memory[index])
         return slowest + self.constant_ns

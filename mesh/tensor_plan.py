@@ -41,8 +41,9 @@ def plan_tensor(
             tensor_needs(memory, least),
             lambda other: _fitting_weights(other, ranks, speed) is not None,
         )
-    units = attention_shares(footprint, weights)
-    kv_per_token = footprint.kv_bytes_per_token
+    needs, parts = tensor_needs(memory, weights), footprint.tensor.kv_parts(weights)
+    whole_kv = sum(layer.whole_kv_bytes_per_token for layer in footprint.layers)
+    divided_kv = footprint.kv_bytes_per_token - whole_kv
     return tuple(
         Shard(
             rank=rank.rank,
@@ -51,12 +52,10 @@ def plan_tensor(
             end_layer=footprint.num_layers,
             weight=weight,
             weights_bytes=need.weights,
-            kv_bytes_per_token=part_of(kv_per_token, share, footprint.tensor.attention_units),
+            kv_bytes_per_token=whole_kv + part_of(divided_kv, *part),
             memory_limit_bytes=rank.memory_bytes,
         )
-        for rank, weight, need, share in zip(
-            ranks, weights, tensor_needs(memory, weights), units, strict=True
-        )
+        for rank, weight, need, part in zip(ranks, weights, needs, parts, strict=True)
     )
 
 
@@ -83,7 +82,8 @@ def _least_bytes(memory: ModelMemory, num_ranks: int) -> int:
     """What all ranks need together however the weights fall: nothing is divided into less than itself."""
     tensor = memory.footprint.tensor
     divided = tensor.attention_bytes + tensor.mlp_bytes + tensor.vocabulary_bytes + tensor.leader_bytes
-    kv = memory.kv_before[-1] * (num_ranks if tensor.kv_groups == 0 else 1)
+    whole = memory.kv_before[-1] if tensor.kv_groups == 0 else memory.whole_kv
+    kv = memory.kv_before[-1] + whole * (num_ranks - 1)
     working = need_of(0, 0).total * num_ranks
     return num_ranks * tensor.replicated_bytes + divided + kv + working
 
@@ -115,20 +115,10 @@ def tensor_needs(memory: ModelMemory, weights: Sequence[int]) -> list[Need]:
     needs = [memory.tensor_share(*units) for units in zip(attention, mlp, strict=True)]
     if not tensor.divided:
         return needs
-    kv = memory.kv_before[-1]
+    parts = zip(tensor.kv_parts(weights), tensor.state_parts(weights), strict=True)
     return [
-        need_of(tensor.weights_bytes(weights, rank), part_of(kv, *part))
-        for rank, part in enumerate(kv_parts(memory.footprint, weights))
+        need_of(tensor.weights_bytes(weights, rank), memory.kv_of(*own)) for rank, own in enumerate(parts)
     ]
-
-
-def kv_parts(footprint: ModelFootprint, weights: Sequence[int]) -> list[tuple[int, int]]:
-    """The part of the KV cache that each rank has, as (groups, of groups)."""
-    tensor = footprint.tensor
-    groups = tensor.attention_units if tensor.kv_groups < 0 or not tensor.divided else tensor.kv_groups
-    if tensor.divided and groups < len(weights):
-        return [(1, 1)] * len(weights)  # each rank has copies, in the worst case of all
-    return [(share, groups) for share in shares(groups, weights)]
 
 
 def _check_possible(footprint: ModelFootprint, ranks: Sequence[Rank]) -> None:

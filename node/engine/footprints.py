@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,12 +12,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
-from mlx_mesh.mesh.tensor_units import DividedBytes
+from mlx_mesh.mesh.tensor_units import DividedBytes, Segment, size_of
 from mlx_mesh.node.engine.certificate import certify
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.probe import divisible_units, why_undivided
-from mlx_mesh.node.engine.rules import Proposal, Unit, base_of, module_at
+from mlx_mesh.node.engine.rules import Proposal, State, Unit, base_of, module_at
 from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
 from mlx_mesh.node.engine.vocabulary import gives_logits, is_looked_up
@@ -95,8 +96,9 @@ def _measure(
                 kv_bytes_per_token=cache.bytes_per_token,
                 fixed_state_bytes=cache.fixed_bytes,
                 kv_window=cache.window,
+                **_whole_state(cache, [unit.state for unit in proposal.units if unit.layer == index]),
             )
-            for weights, cache in zip(layer_bytes, caches, strict=True)
+            for index, (weights, cache) in enumerate(zip(layer_bytes, caches, strict=True))
         ),
         embedding_bytes=embedding,
         head_bytes=head,
@@ -187,25 +189,27 @@ def _tensor(
     lazy: LazyModel, trace: ModelTrace | None, proposal: Proposal, all_bytes: int, head_bytes: int
 ) -> TensorFootprint:
     """The most ranks are those of the layer that divides least, so that every layer is divided that far."""
-    divided: dict[DividedBytes, int] = {}
+    divided = []
     sums = {"attention": 0, "mlp": 0}
     most: dict[str, int] = {}
-    kv_groups: dict[int, int] = {}
+    kv_groups, kv, fixed = [], [], []
     for unit in proposal.units:
         kind = "attention" if unit.kind == "attention" else "mlp"
         for part in _parts(lazy.layers[unit.layer], unit):
-            divided[part] = divided.get(part, 0) + 1
+            divided.append(part)
             sums[kind] += part.total
         ranks = max(len(unit.division.edges), len(unit.division.fine_edges)) - 1
         most[kind] = min(most.get(kind, ranks), ranks)
-        if kind == "attention":
-            kv_groups[unit.layer] = unit.num_units
+        if unit.state.kv > unit.state.whole_kv or unit.state.fixed > unit.state.whole_fixed:
+            kv_groups.append(unit.num_units)
+            in_layer = [other.state for other in proposal.units if other.layer == unit.layer]
+            cache = trace.caches[unit.layer] if trace else CacheSize(0, 0, 0)
+            kv += _divided_state(unit, cache.bytes_per_token, in_layer)
+            fixed += _divided_state(unit, cache.fixed_bytes, in_layer, is_fixed=True)
     vocabulary = [part for unit in proposal.vocabulary for part in _parts(lazy.model, unit)]
     heads = [unit for unit in proposal.vocabulary if trace and gives_logits(unit, trace)]
     in_vocabulary = sum(part.total for part in vocabulary)
     leader = 0 if heads or trace is None else head_bytes
-    with_state = [layer for layer, cache in enumerate(trace.caches if trace else ()) if cache.bytes_per_token]
-    is_kv_divided = bool(kv_groups) and all(layer in kv_groups for layer in with_state)
     return TensorFootprint(
         attention_units=most.get("attention", 0),
         attention_bytes=sums["attention"],
@@ -214,11 +218,10 @@ def _tensor(
         replicated_bytes=all_bytes - sums["attention"] - sums["mlp"] - in_vocabulary - leader,
         reason="" if most else why_undivided(proposal),
         replicated_parts=_short(proposal.refusals),
-        divided=(
-            *(msgspec.structs.replace(part, times=times) for part, times in divided.items()),
-            *vocabulary,
-        ),
-        kv_groups=min(kv_groups.values()) if is_kv_divided else 0,
+        divided=_counted([*divided, *vocabulary]),
+        kv_groups=min(kv_groups, default=0),
+        kv_divided=_counted(kv),
+        state_divided=_counted(fixed),
         sums_per_token=sum(unit.num_collectives for unit in proposal.units),
         leader_bytes=leader,
         vocabulary_bytes=in_vocabulary,
@@ -226,6 +229,41 @@ def _tensor(
         num_lookups=sum(is_looked_up(unit, trace) for unit in proposal.vocabulary) if trace else 0,
         logits_bytes=sum(_logits_bytes(lazy.model, unit) for unit in heads),
     )
+
+
+def _counted(parts: Iterable[DividedBytes]) -> tuple[DividedBytes, ...]:
+    """Equal ones once, with their number."""
+    counts = Counter(parts)
+    return tuple(msgspec.structs.replace(part, times=times) for part, times in counts.items())
+
+
+def _divided_state(
+    unit: Unit, layer_bytes: int, states: list[State], is_fixed: bool = False
+) -> list[DividedBytes]:
+    """What a unit divides of its layer's caches: keys and values of one token by KV heads, or fixed states of
+    one sequence by heads. `states`: of all units of the layer."""
+    state = unit.state
+    own = state.fixed - state.whole_fixed if is_fixed else state.kv - state.whole_kv
+    if not own:
+        return []
+    mine = layer_bytes * own // sum(other.fixed if is_fixed else other.kv for other in states)
+    layout = (Segment(unit.num_heads, 1),) if is_fixed else unit.kv_heads
+    return [DividedBytes(unit.division, layout, -(-mine // size_of(layout)))]
+
+
+def _whole_state(cache: CacheSize, states: list[State]) -> dict[str, int]:
+    """What every tensor rank keeps of a layer's cache: what its units do not divide."""
+    kv, fixed = sum(state.kv for state in states), sum(state.fixed for state in states)
+    whole_kv = sum(state.whole_kv for state in states)
+    whole_fixed = sum(state.whole_fixed for state in states)
+    return {
+        "whole_kv_bytes_per_token": _part(cache.bytes_per_token, whole_kv, kv),
+        "whole_state_bytes": _part(cache.fixed_bytes, whole_fixed, fixed),
+    }
+
+
+def _part(size: int, whole: int, measured: int) -> int:
+    return -(-size * whole // measured) if measured else size
 
 
 def _parts(root: Any, unit: Unit) -> list[DividedBytes]:

@@ -23,13 +23,14 @@ from mlx_lm.tuner.dora import DoRALinear
 
 from mlx_mesh.mesh.tensor_units import Range
 from mlx_mesh.node.engine import tree
-from mlx_mesh.node.engine.caches import cache_ids
+from mlx_mesh.node.engine.caches import cache_contents, cache_ids, cache_parts
 from mlx_mesh.node.engine.exchange import Exchange
 from mlx_mesh.node.engine.hooks import Original, hook_model, unhook_model
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.rehearsal import Rehearsal
 from mlx_mesh.node.engine.rules import (
     Proposal,
+    State,
     Unit,
     base_of,
     dims_of,
@@ -129,10 +130,11 @@ def _verdict(
             cut.side == "columns" and isinstance(module_at(module, cut.path), DoRALinear) for cut in unit.cuts
         ):
             reasons.append("its DoRA adapter needs all inputs of a linear at once")
-        elif reason := _try(module, unit, call):
-            reasons.append(reason)
         else:
-            return unit, ""
+            state, reason = _try(module, unit, call)
+            if not reason:
+                return dataclasses.replace(unit, state=state), ""
+            reasons.append(reason)
     return None, reasons[0]
 
 
@@ -211,31 +213,58 @@ def _shapes(module: Any) -> tuple[Any, ...]:
 # ------------------------------------------------------------ whole against shares
 
 
-def _try(module: Any, unit: Unit, call: _Call) -> str:
-    """'' when the unit's shares add up to the whole, else what went wrong."""
+def _try(module: Any, unit: Unit, call: _Call) -> tuple[State, str]:
+    """What the unit keeps, and '' when its shares add up to the whole, else what went wrong."""
     try:
-        error = _compare(module, unit, call)
+        error, state = _compare(module, unit, call)
     except Exception as failure:
         text = (str(failure).splitlines() or [""])[0][:120]
-        return f"divided, it raises {type(failure).__name__}: {text}"
-    return "" if error < _TOLERANCE else f"its shares do not add up to the whole (off by {error:.2g})"
+        return State(), f"divided, it raises {type(failure).__name__}: {text}"
+    wrong = f"its shares do not add up to the whole (off by {error:.2g})"
+    return state, "" if error < _TOLERANCE else wrong
 
 
-def _compare(module: Any, unit: Unit, call: _Call) -> float:
+def _compare(module: Any, unit: Unit, call: _Call) -> tuple[float, State]:
     hidden = _hidden_of(module, unit)
     model = _narrow(module, unit, hidden)
     args, kwargs = _random_inputs(call, hidden)
-    whole = _run(model, args, kwargs)
-    gaps = []
+    whole, kept = _run(model, args, kwargs)
+    gaps, state = [], State()
     for weights in _PLANS if unit.division.can_serve(3) else _PLANS[:1]:
         if len(weights) == 2 and len(unit.division.edges) > 3:
             continue  # three ranks cut it at the same kind of edge
 
-        def body(rank: int, exchange: Any, weights: Sequence[int] = weights) -> list[Any]:
+        def body(rank: int, exchange: Any, weights: Sequence[int] = weights) -> tuple[list[Any], _Kept]:
             return _run(_share(model, unit, weights, exchange), args, kwargs)
 
-        gaps += [_difference(answer, whole) for answer in Rehearsal(len(weights)).run(body)]
-    return max(gaps)
+        results = Rehearsal(len(weights)).run(body)
+        gaps += [_difference(answer, whole) for answer, _ in results]
+        if len(unit.division.edges) > len(weights) or state == State():
+            state = _state(kept, [by_rank for _, by_rank in results])
+    return max(gaps), state
+
+
+_Kept = tuple[int, int]  # bytes of keys and values, bytes of fixed states
+
+
+def _state(kept: _Kept, by_rank: Sequence[_Kept]) -> State:
+    """What all ranks keep more than the whole is what each of them keeps of it."""
+    more = [sum(held[i] for held in by_rank) - kept[i] for i in range(2)]
+    whole = [max(0, min(kept[i], more[i] // (len(by_rank) - 1))) for i in range(2)]
+    return State(kept[0], whole[0], kept[1], whole[1])
+
+
+def _kept(value: Any) -> _Kept:
+    """The bytes in the caches among a call's arguments."""
+    if isinstance(value, (list, tuple)):
+        parts = [_kept(item) for item in value]
+        return sum(kv for kv, _ in parts), sum(fixed for _, fixed in parts)
+    held = [0, 0]
+    for _, cache in cache_parts(value):
+        is_kv = hasattr(cache, "update_and_fetch")
+        if is_kv or isinstance(getattr(cache, "cache", None), list):
+            held[not is_kv] += sum(int(array.nbytes) for array in cache_contents(cache))
+    return held[0], held[1]
 
 
 def _difference(answer: list[Any], whole: list[Any]) -> float:
@@ -251,13 +280,13 @@ def _difference(answer: list[Any], whole: list[Any]) -> float:
     return worst
 
 
-def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arrays in the module's answers to two calls in a row; every run gets caches of its own."""
+def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Kept]:
+    """The arrays in the module's answer, and what it keeps; every run gets caches of its own."""
     args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
     out = model(*args, **kwargs)
     arrays = [leaf.astype(mx.float32) for _, leaf in tree.walk(out, set()) if isinstance(leaf, mx.array)]
     mx.eval(arrays)
-    return arrays
+    return arrays, _kept((*args, *kwargs.values()))
 
 
 def _hidden_of(module: Any, unit: Unit) -> int:

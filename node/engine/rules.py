@@ -59,6 +59,16 @@ class WideNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """Bytes that a mixer keeps between tokens, as measured on a copy, and which of them every rank keeps."""
+
+    kv: int = 0  # keys and values
+    whole_kv: int = 0
+    fixed: int = 0  # whatever the length (SSM, convolution)
+    whole_fixed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """A divisible part of one layer, or (layer -1) of what is outside the layers. `sums` are the modules
     inside whose outputs add up over the ranks, '' the unit's own; of `gathered` ones the outputs are put
@@ -73,6 +83,9 @@ class Unit:
     sums: tuple[str, ...] = ()
     norms: tuple[WideNorm, ...] = ()
     gathers: tuple[str, ...] = ()
+    state: State = State()
+    num_heads: int = 0  # of a mixer, by which its fixed states are divided
+    kv_heads: Layout = ()  # and by which its keys and values are
 
     @property
     def num_units(self) -> int:

@@ -116,6 +116,8 @@ def mixer_units(layer: int, path: str, module: Any) -> tuple[list[Unit], str]:
             tuple(draft.counts),
             tuple(draft.sums),
             tuple(draft.norms),
+            num_heads=shape.heads,
+            kv_heads=shape.by_kv_head(shape.kv_heads),
         )
         if unit not in units:
             units.append(unit)

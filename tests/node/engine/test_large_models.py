@@ -133,7 +133,7 @@ def test_large_caches_are_what_their_papers_say(tmp_path: Path) -> None:
     assert sizes == {"DeepSeek-V3": 61 * 576 * 2, "Llama-3.3-70B": 80 * 2 * 8 * 128 * 2}
 
 
-FAMILIES = ("llama", "deepseek_v3", "glm4_moe", "gemma2", "phi3", "mamba2")
+FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "glm4_moe", "gemma2", "phi3", "mamba2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
