@@ -132,6 +132,12 @@ class ModelTokenizer:
                 clean_up_tokenization_spaces=False,
             )
         except Exception as error:  # the library raises anything, from KeyError to ImportError
+            if "trust_remote_code" in str(error):
+                raise TokenizerError(
+                    f"the tokenizer in {folder} wants to run code of its own (`auto_map` in "
+                    "tokenizer_config.json), and no code from model folders is run here. Use a version of this "
+                    "model with a tokenizer.json and a `tokenizer_class` that transformers has"
+                ) from error
             raise TokenizerError(
                 f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}. "
                 "The folder needs tokenizer.json (or the model family's own file) and tokenizer_config.json"

@@ -130,7 +130,7 @@ def test_code_of_the_model_is_not_run(variant: Variant, tmp_path: Path) -> None:
         "auto_map": {"AutoTokenizer": ["evil.Evil", None]},
         "eos_token": "<|endoftext|>",
     }
-    with pytest.raises(TokenizerError):
+    with pytest.raises(TokenizerError, match="wants to run code of its own"):
         variant(tokenizer_config__json=json.dumps(settings))
 
 
