@@ -18,7 +18,7 @@ from mlx_mesh.mesh.errors import MeshError, NotRunningError, SettingsError
 from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.hostfile_fields import check_name
 
-LAUNCHER_STOP_S = 75.0  # it waits for its agents, and these for open requests
+LAUNCHER_STOP_S = 60.0  # it waits for its agents, after the open requests' drain_s
 KILL_S = 5.0
 AGENT_GONE_S = 15.0  # an agent whose stdin closed ends its engines and itself
 PROGRAM_MARGIN_S = 20.0
@@ -98,13 +98,14 @@ def take_down(folder: StateFolder) -> tuple[list[str], list[str]]:
     done: list[str] = []
     if state.is_alive:
         os.kill(state.pid, signal.SIGTERM)
-        if wait_until_gone(state.pid, state.started, LAUNCHER_STOP_S):
+        limit_s = LAUNCHER_STOP_S + state.drain_s
+        if wait_until_gone(state.pid, state.started, limit_s):
             if folder.read() is None:
                 return [f"Mesh {state.name} is down."], []
             done.append("The launcher ended without a word; its agents are looked after now.")
         else:
             what = end(state.pid, state.started, 0.0, KILL_S)
-            done.append(f"The launcher (pid {state.pid}) did not end within {LAUNCHER_STOP_S:g} s: {what}.")
+            done.append(f"The launcher (pid {state.pid}) did not end within {limit_s:g} s: {what}.")
     else:
         done.append(f"The launcher of mesh {state.name} (pid {state.pid}) is gone without having cleaned up.")
     problems = _end_agents(state, done)

@@ -51,6 +51,7 @@ class UpState(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""  # '' until ready
     log: str = ""  # the launcher's own output when detached
     agents: tuple[AgentProcess, ...] = ()
+    drain_s: float = 30.0  # open requests may take so long when it stops
 
     @property
     def is_alive(self) -> bool:

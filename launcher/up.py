@@ -178,6 +178,7 @@ class _State:
             ssh_config=config.ssh_config,
             api_key_file=config.api_key_file,
             log=log,
+            drain_s=config.deadlines.drain_s,
         )
 
     def begin(self, run_id: str) -> None:

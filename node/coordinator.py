@@ -472,7 +472,12 @@ class Coordinator:
         if self._stop_reason is None:
             raise _LeaveEpoch(other_hosts)
         self._desk.drain()
-        self._output.note(f"{self._stop_reason}: {len(self._desk.journal)} open requests may finish")
+        if count := len(self._desk.journal):
+            limit_s = self.deadlines.drain_s
+            self._output.note(
+                f"{self._stop_reason}: {count} open request{'s' if count > 1 else ''} may finish within "
+                f"{limit_s:g} s (drain_s)"
+            )
         with contextlib.suppress(EpochBroken):
             await self.wait(
                 lambda: not len(self._desk.journal),
