@@ -31,7 +31,7 @@ def _row(
     loaded = record.reached.get(Phase.LOADED)
     return RankStatus(
         rank=record.rank,
-        user_rank=(_planned_rank(record.rank, seat) + roster.mesh.server_rank) % roster.full_size,
+        user_rank=_user_rank(record.rank, seat, roster),
         host=seat.host,
         address=addresses.get(seat.host, member.join.address if member else ""),
         agent_pid=member.join.agent_pid if member else 0,
@@ -50,9 +50,12 @@ def _row(
     )
 
 
-def _planned_rank(rank: int, seat: Seat) -> int:
-    """The number of a rank when all hosts take part, which is what a user gave it."""
-    return seat.planned_ranks[seat.ranks.index(rank)]
+def _user_rank(rank: int, seat: Seat, roster: Roster) -> int:
+    """The number that a user gave a rank by hand, which it keeps when others are missing."""
+    if seat.plan.name and not roster.mesh.server_rank:  # nobody gave it one
+        return rank
+    planned = seat.planned_ranks[seat.ranks.index(rank)]
+    return (planned + roster.mesh.server_rank) % roster.full_size
 
 
 def phase_of(record: RankRecord) -> Phase:
