@@ -425,8 +425,8 @@ class Supervisor:
         )
         self._console.finish_progress()
         self._console.warn(
-            f"{what} It is started again as soon as {name} can be reached. After {limit_s:g} s without a sign "
-            "of life (rejoin_timeout_s) the mesh goes on without it, if the model fits."
+            f"{what} It is started again as soon as {name} can be reached. After {limit_s:g} s without a "
+            "sign of life (rejoin_timeout_s) the mesh goes on without it, if the model fits."
         )
         is_short = time.monotonic() - agent.started_at < SHORT_LIFE_S
         agent.num_short_lives = agent.num_short_lives + 1 if is_short else 0
