@@ -111,13 +111,12 @@ def _certify(lazy: LazyModel, trace: ModelTrace | None) -> Certificate:
     if small is None:
         note = "no small model of this config can be made: its parts were tried one by one, never together"
         return Certificate(tuple(proposal.units), tuple(proposal.refusals), (), note)
-    reference = _forward(small())
+    reference = small.reference
     bad_cuts, notes = _bad_cuts(small, reference, trace)
     units, refusals = tuple(proposal.units), list(proposal.refusals)
     small_lazy = small()
-    small_trace = _trace_or_none(small_lazy)
-    own = divisible_units(small_lazy, small_trace)
-    own.vocabulary = vocabulary_units(small_lazy, small_trace, [unit.path for unit in proposal.vocabulary])
+    own = divisible_units(small_lazy, small.trace)
+    own.vocabulary = vocabulary_units(small_lazy, small.trace, [unit.path for unit in proposal.vocabulary])
     gap = _tensor_gap(small, own, reference) if own.units else 0.0
     if gap > _TENSOR_TOLERANCE and own.vocabulary:
         own.vocabulary, proposal.vocabulary = [], []
@@ -139,13 +138,26 @@ def _gathered_only(lazy: LazyModel) -> list[Unit]:
     return [unit for index, layer in enumerate(lazy.layers) for unit in gathered(index, layer, [])]
 
 
-def _small_model(lazy: LazyModel) -> Callable[[], LazyModel] | None:
-    """Makes the small random model, the same at each call; None when no narrowing of the config works."""
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """A small random model: called, it makes one, the same at each call. `reference` are its logits."""
+
+    build: Callable[[], LazyModel]
+    trace: ModelTrace | None
+    reference: list[Any]
+
+    def __call__(self) -> LazyModel:
+        return self.build()
+
+
+def _small_model(lazy: LazyModel) -> _Small | None:
+    """None when no narrowing of the config works."""
     for config in small_configs(lazy.config):
         try:
             weights = _weights(_build(lazy, config, None))
-            if _forward(_build(lazy, config, weights)):
-                return functools.partial(_build, lazy, config, weights)
+            build = functools.partial(_build, lazy, config, weights)
+            reference = _forward(build())
+            return _Small(build, _trace_or_none(build()), reference)
         except Exception:
             continue  # sizes that the model does not accept
     return None
@@ -204,7 +216,7 @@ def _gap(outputs: list[Any], reference: list[Any]) -> float:
     return max(gap if gap == gap else float("inf") for gap in gaps)
 
 
-def _tensor_gap(small: Callable[[], LazyModel], proposal: Proposal, reference: list[Any]) -> float:
+def _tensor_gap(small: _Small, proposal: Proposal, reference: list[Any]) -> float:
     """The largest difference over equal and uneven shares."""
     num_layers = len(small().layers)
     gaps = []
@@ -218,7 +230,7 @@ def _tensor_gap(small: Callable[[], LazyModel], proposal: Proposal, reference: l
     return max(gaps)
 
 
-def _pipeline_gap(small: Callable[[], LazyModel], cuts: tuple[int, ...], reference: list[Any]) -> float:
+def _pipeline_gap(small: _Small, cuts: tuple[int, ...], reference: list[Any]) -> float:
     num_layers = len(small().layers)
     edges = (0, *cuts, num_layers)
     spans = list(itertools.pairwise(edges))[::-1]
@@ -228,12 +240,14 @@ def _pipeline_gap(small: Callable[[], LazyModel], cuts: tuple[int, ...], referen
 
 
 def _divided_gap(
-    small: Callable[[], LazyModel], placement: Placement, proposal: Proposal | None, reference: list[Any]
+    small: _Small, placement: Placement, proposal: Proposal | None, reference: list[Any]
 ) -> float:
     from mlx_mesh.node.engine.shard import shard_model  # it imports this module
 
     def body(rank: int, exchange: Any) -> list[Any]:
-        model = shard_model(small(), placement, rank, exchange, lambda *_: None, proposal=proposal).model
+        model = shard_model(
+            small(), placement, rank, exchange, lambda *_: None, proposal=proposal, trace=small.trace
+        ).model
         return _forward(model)
 
     try:
@@ -243,11 +257,11 @@ def _divided_gap(
 
 
 def _bad_cuts(
-    small: Callable[[], LazyModel], reference: list[Any], trace: ModelTrace | None
+    small: _Small, reference: list[Any], trace: ModelTrace | None
 ) -> tuple[tuple[int, ...], list[str]]:
     """Cuts of the real model that differ, found by those of the small one, which has the same layers or the
     first few of them."""
-    small_trace = _trace_or_none(small())
+    small_trace = small.trace
     if trace is None or small_trace is None:
         return (), []
     legal = tuple(cut for cut in range(1, small_trace.num_layers) if not small_trace.why_not(cut))

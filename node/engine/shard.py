@@ -64,10 +64,11 @@ def load_shard(
     layer is entered. Raises SettingsError for an unusable folder, PlacementError for an impossible placement.
     """
     lazy = open_lazy(model, adapter)
-    proposal = None
+    proposal = trace = None
     if placement.sharding == Sharding.TENSOR:  # the same verdict as the plan's, and on every rank
-        proposal = certify(lazy, _trace_or_none(lazy)).proposal
-    return shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal)
+        trace = _trace_or_none(lazy)
+        proposal = certify(lazy, trace).proposal
+    return shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
 
 
 def shard_model(
@@ -78,18 +79,20 @@ def shard_model(
     on_progress: OnProgress,
     on_layer: OnLayer | None = None,
     proposal: Proposal | None = None,
+    trace: ModelTrace | None = None,
 ) -> LoadedShard:
-    """`load_shard` for a model that is already open; the model is changed in place. `proposal`: its tensor
-    units when they are known already."""
+    """`load_shard` for a model that is already open; the model is changed in place. `proposal` and `trace`:
+    its tensor units and its trace, when they are known already."""
     if len(lazy.layers) != placement.num_layers:
         raise PlacementError(
             f"The placement is for {placement.num_layers} layers, {lazy.folder} has {len(lazy.layers)}. "
             "The hosts do not have the same model."
         )
     if placement.sharding == Sharding.PIPELINE:
-        return _load_stage(lazy, placement, rank, exchange, on_progress, on_layer)
+        return _load_stage(lazy, placement, rank, exchange, on_progress, on_layer, trace)
     if placement.sharding == Sharding.TENSOR:
-        return _load_slices(lazy, placement, rank, exchange, on_progress, on_layer, proposal)
+        trace = trace or _trace_or_none(lazy)
+        return _load_slices(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
     return _load_whole(lazy, on_progress, on_layer)
 
 
@@ -148,9 +151,10 @@ def _load_stage(
     exchange: Exchange,
     on_progress: OnProgress,
     on_layer: OnLayer | None,
+    trace: ModelTrace | None,
 ) -> LoadedShard:
     try:
-        trace = trace_model(lazy.model)
+        trace = trace or trace_model(lazy.model)
     except TraceError as error:
         raise PlacementError(
             f"{lazy.folder} cannot run as a pipeline: {error}. Use one host, or tensor sharding."
@@ -185,9 +189,9 @@ def _load_slices(
     on_progress: OnProgress,
     on_layer: OnLayer | None,
     proposal: Proposal | None,
+    trace: ModelTrace | None,
 ) -> LoadedShard:
     weights = [shard.weight for shard in placement.shards]
-    trace = _trace_or_none(lazy)
     if proposal is None:
         proposal = divisible_units(lazy, trace)
     units = proposal.for_ranks(len(weights))
