@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -98,13 +99,23 @@ class Mesh:
         command += ["--model", str(model), "--name", f"chaos-{self.port}", "--port", str(self.port)]
         command += ["--served-model-name", "chaos"]
         environment = {**os.environ, "XDG_STATE_HOME": str(state), MARK: self.session}
-        began = time.monotonic()
+        self._began = time.monotonic()
         with log.open("wb") as output:
+            # In a session of its own: a Ctrl-C is for this script, which ends the mesh when it is done.
             self.launcher = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
             )
+        self.load_s = 0.0
+
+    def wait_for_start(self) -> None:
+        """Until the first epoch is ready."""
         self.wait_ready(0, READY_S)
-        self.load_s = time.monotonic() - began
+        self.load_s = time.monotonic() - self._began
 
     def get(self, path: str) -> Any:
         """JSON of a GET, None when nobody answers."""
@@ -184,6 +195,18 @@ class Mesh:
 
 class ChaosError(Exception):
     """The run cannot go on; the message is for people."""
+
+
+def end_by_signals() -> None:
+    """Have Ctrl-C, SIGTERM and SIGHUP end the run as an error would: with everything that it started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(one, signal.SIG_IGN)  # the clean end is under way
+        raise ChaosError(f"ended by {signal.Signals(number).name}")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
 
 
 def _free_port() -> int:
@@ -306,7 +329,10 @@ class Clients:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self, count: int) -> None:
-        self.threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
+        # Daemons: when the run is broken off, nobody waits for their answers.
+        self.threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(count)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -327,10 +353,11 @@ class Clients:
             if problem:
                 time.sleep(1.0)
 
-    def stop(self) -> None:
+    def stop(self, within_s: float = ANSWER_S) -> None:
         self.stopping.set()
+        give_up = time.monotonic() + within_s
         for thread in self.threads:
-            thread.join(ANSWER_S)
+            thread.join(max(0.0, give_up - time.monotonic()))
             if thread.is_alive():
                 self.problems.append("a request hangs")
 
@@ -351,7 +378,9 @@ class Strike:
     kind: str
     phase: str
     rank: int
-    detect_s: float
+    detect_s: (
+        float  # until the mesh is not ready any more, or during a recovery until the process is replaced
+    )
 
 
 @dataclass
@@ -387,6 +416,8 @@ class Chaos:
         except ProcessLookupError:  # it ended by itself meanwhile: its peer was hit
             return Strike("missed", rank["phase"], rank["rank"], 0.0)
         while time.monotonic() - began < RECOVER_S:
+            if rank["phase"] == "ready" and not (self.mesh.get("/ready") or {"ready": True})["ready"]:
+                break
             nodes = self.mesh.get("/v1/cluster/nodes")
             rows = nodes["ranks"] if nodes else []
             if not any(row["engine_pid"] == rank["engine_pid"] for row in rows) and rows:
@@ -395,25 +426,39 @@ class Chaos:
         return Strike(kind, rank["phase"], rank["rank"], time.monotonic() - began)
 
     def table(self) -> str:
-        rows: dict[tuple[str, str], list[float]] = defaultdict(list)
+        """Faults by kind and phase: how many, when they were noticed, and when the mesh was ready again, also
+        as a multiple of its plain start. Several faults in one recovery are a kind of their own."""
+        load = self.mesh.load_s
+        noticed: dict[tuple[str, str], list[float]] = defaultdict(list)
+        again: dict[tuple[str, str], list[float]] = defaultdict(list)
         for strike in self.strikes:
-            rows[strike.kind, strike.phase].append(strike.detect_s)
-        lines = [f"{'fault':8}{'phase':12}{'count':>6}{'gone after s (median, worst)':>32}"]
-        for (kind, phase), times in sorted(rows.items()):
-            times.sort()
+            noticed[strike.kind, strike.phase].append(strike.detect_s)
+        for struck, seconds in self.resumes:
+            kind = struck[0].kind if len(struck) == 1 else "several"
+            again[kind, struck[0].phase].append(seconds)
+        lines = [
+            f"plain start: {load:.1f} s",
+            f"{'fault':9}{'phase':12}{'noticed after s':>26}{'ready again after s':>30}{'x start':>9}",
+        ]
+        for key in sorted({*noticed, *again}):
+            resumed = again.get(key, [])
+            times = f"{_middle(resumed) / load:>9.2f}" if resumed else ""
             lines.append(
-                f"{kind:8}{phase:12}{len(times):>6}{times[len(times) // 2]:>22.2f}{times[-1]:>10.2f}"
+                f"{key[0]:9}{key[1]:12}{_spread(noticed.get(key, [])):>26}{_spread(resumed):>30}{times}"
             )
-        resume = sorted(seconds for struck, seconds in self.resumes if len(struck) == 1)
-        twice = sorted(seconds for struck, seconds in self.resumes if len(struck) > 1)
-        for name, times in (("one fault", resume), ("faults during the recovery too", twice)):
-            if times:
-                middle, load = times[len(times) // 2], self.mesh.load_s
-                lines.append(
-                    f"ready again after {name}: {len(times)} times, median {middle:.1f} s = "
-                    f"{middle / load:.2f} x the plain start of {load:.1f} s, worst {times[-1]:.1f} s"
-                )
+        everything = [seconds for _, seconds in self.resumes]
+        if everything:
+            lines.append(f"all recoveries: {_spread(everything)} s, {_middle(everything) / load:.2f} x start")
         return "\n".join(lines)
+
+
+def _middle(times: list[float]) -> float:
+    return sorted(times)[len(times) // 2]
+
+
+def _spread(times: list[float]) -> str:
+    """Count, median and worst."""
+    return f"{len(times)}: {_middle(times):.2f}, worst {max(times):.2f}" if times else ""
 
 
 # ---------------------------------------------------------------- the run
@@ -430,6 +475,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=300.0, help="no new fault after this")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    end_by_signals()
     with tempfile.TemporaryDirectory(prefix="mlx-mesh-chaos-") as folder:
         try:
             return run(arguments, Path(folder))
@@ -445,28 +491,31 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         (folder / "model").mkdir()
         model = make_model(folder / "model", arguments.tokenizer, arguments.seed)
     mesh = Mesh(model, arguments.ranks, folder / "state", folder / "launcher.log")
-    print(
-        f"seed {arguments.seed}: {arguments.ranks} ranks, {arguments.clients} clients, "
-        f"ready after {mesh.load_s:.1f} s",
-        flush=True,
-    )
     problems: list[str] = []
     chaos = Chaos(mesh, chooser)
     try:
+        mesh.wait_for_start()
+        print(
+            f"seed {arguments.seed}: {arguments.ranks} ranks, {arguments.clients} clients, "
+            f"ready after {mesh.load_s:.1f} s",
+            flush=True,
+        )
         jobs = make_jobs(chooser, arguments.jobs)
         expected = {job: ask(mesh.port, job, stream=False)[0] for job in jobs}
         clients = Clients(mesh.port, jobs, expected, arguments.seed)
         clients.start(arguments.clients)
         before: dict[str, int] = {}
         began = time.monotonic()
+        patience_s = 0.0
         try:
             while len(chaos.resumes) < arguments.recoveries and time.monotonic() - began < arguments.limit_s:
                 chaos.one_recovery()
                 before = before or mesh.memory()
                 if clients.problems:
                     break
+            patience_s = ANSWER_S
         finally:
-            clients.stop()
+            clients.stop(patience_s)
         problems += clients.problems
         problems += grown(before, mesh.memory())
         print(f"{clients.num_answers} answers, {clients.num_returns} times asked to come back, ", end="")
@@ -477,7 +526,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         problems.append(str(error))
     finally:
         problems += mesh.stop()
-    print(chaos.table())
+    if chaos.resumes:
+        print(chaos.table())
     for problem in problems:
         print(f"PROBLEM {problem}")
     if problems:
