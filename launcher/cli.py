@@ -445,6 +445,13 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="default 18000; 0 = a free one")
     parser.add_argument("--api-key-file", metavar="FILE", help="keys, one a line (or MLX_MESH_API_KEY)")
     parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web page's origin that may ask, like https://chat.example; may be repeated",
+    )
+    parser.add_argument(
         "--served-model-name", action="append", default=[], metavar="NAME", help="may be repeated"
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's")
@@ -496,6 +503,7 @@ def _flags(arguments: Arguments) -> Flags:
         host=arguments.host,
         port=arguments.port,
         api_key_file=arguments.api_key_file,
+        allowed_origins=tuple(arguments.allow_origin),
         served_model_names=tuple(arguments.served_model_name),
         chat_template=arguments.chat_template,
         strip_thinking=arguments.strip_thinking,

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mlx_mesh.mesh.errors import HostfileError, SettingsError
 from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, parse_hostfile
@@ -33,6 +34,7 @@ class Flags:
     host: str | None = None
     port: int | None = None
     api_key_file: str | None = None
+    allowed_origins: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     strip_thinking: bool = False
@@ -60,6 +62,7 @@ class LaunchConfig:
     serve_port: int = DEFAULT_PORT
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str = ""
+    allowed_origins: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     chat_template: str = ""  # its text; '' = the model's
     strip_thinking: bool = False
@@ -155,6 +158,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         serve_host=serve_host,
         serve_port=flags.port if flags.port is not None else hostfile.serve_port,
         api_keys=api_keys,
+        allowed_origins=tuple(map(check_origin, flags.allowed_origins)),
         api_key_file=str(Path(flags.api_key_file).expanduser().resolve()) if flags.api_key_file else "",
         served_model_names=flags.served_model_names,
         chat_template=read_chat_template(flags.chat_template) if flags.chat_template is not None else "",
@@ -188,12 +192,27 @@ def read_chat_template(given: str) -> str:
     return text
 
 
+def check_origin(origin: str) -> str:
+    """An origin as browsers write it. Raises SettingsError."""
+    try:
+        parts = urlsplit(origin)
+        bare = f"{parts.scheme}://{parts.netloc}"
+    except ValueError:
+        bare = ""
+    if not origin.isascii() or parts.scheme not in ("http", "https") or not parts.hostname or bare != origin:
+        raise SettingsError(
+            f"--allow-origin {origin!r} is not an origin as browsers write it: http or https, a host, and a "
+            "port if it is not the usual one, like https://chat.example:8443. There is no wildcard."
+        )
+    return origin.lower()
+
+
 def read_api_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys of a file, one a line, or the one of the environment; () = none. Raises SettingsError."""
+    """The keys of a file, one a line, or of the environment, between commas. Raises SettingsError."""
     if path is None:
-        keys = [environment.get(API_KEY_VARIABLE, "").strip()]
+        keys = [key.strip() for key in environment.get(API_KEY_VARIABLE, "").split(",") if key.strip()]
         source = API_KEY_VARIABLE
-        if not keys[0]:
+        if not keys:
             return ()
     else:
         source = path

@@ -620,6 +620,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         serve_host=config.serve_host,
         serve_port=config.serve_port,
         api_keys=config.api_keys,
+        allowed_origins=config.allowed_origins,
         served_model_names=config.served_model_names,
         chat_template=config.chat_template,
         strip_thinking=config.strip_thinking,

@@ -77,6 +77,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     serve_host: str = "127.0.0.1"
     serve_port: int = 18000  # 0 = a free one
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # web pages that may ask, like "https://chat.example"
     served_model_names: tuple[str, ...] = ()
     chat_template: str = ""  # overrides the model's
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
@@ -696,6 +697,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen_fd: int  # a bound, listening socket passed by the agent
     api_keys: tuple[str, ...]
     chat_template: str
+    allowed_origins: tuple[str, ...] = ()
     version: str
     max_body_bytes: int = 32 * 1024 * 1024
     keepalive_s: float = 5.0

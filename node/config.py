@@ -302,8 +302,7 @@ def _api_keys(flag: str | None, source: _Source) -> tuple[str, ...]:
         if not keys:
             raise SettingsError(f"the file {flag} of --api-key-file has no key in it.")
         return keys
-    key = source.text(API_KEY)
-    return (key,) if key else ()
+    return tuple(key.strip() for key in (source.text(API_KEY) or "").split(",") if key.strip())
 
 
 def _resolve(host: str) -> str:

@@ -676,6 +676,7 @@ class Coordinator:
             serve_port=self.mesh.serve_port,
             listen_fd=-1,
             api_keys=self.mesh.api_keys,
+            allowed_origins=self.mesh.allowed_origins,
             chat_template=self.mesh.chat_template,
             strip_thinking=self.mesh.strip_thinking,
             version=metadata.version("mlx-mesh"),

@@ -9,6 +9,7 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -62,9 +63,23 @@ def build_app(services: Services) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MeshError, _mesh_error)
     app.add_exception_handler(Exception, _unexpected)
-    guard = Guard(app, api_keys=services.config.api_keys, serve_host=services.config.serve_host)
+    config = services.config
+    guarded: ASGIApp = Guard(
+        app,
+        api_keys=config.api_keys,
+        serve_host=config.serve_host,
+        allowed_origins=config.allowed_origins,
+    )
+    if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=config.allowed_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=(WORLD_SIZE_HEADER, REQUEST_ID_HEADER, "retry-after"),
+        )
     paths = frozenset(str(getattr(route, "path", "")) for router in _ROUTERS for route in router.routes)
-    return Marks(guard, services, paths)
+    return Marks(guarded, services, paths)
 
 
 class Marks:

@@ -2,7 +2,7 @@
 
 A page in a browser can reach a loopback server in two ways: by a name of its own that resolves to
 127.0.0.1 (the Host header shows it), or by a plain cross-site POST (the Origin header shows it). CORS
-headers are never sent, so a page cannot read an answer either.
+headers are sent to listed origins only, so other pages cannot read an answer either.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ class Guard:
     Raises SettingsError when other machines could reach it without a key.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], serve_host: str) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: tuple[str, ...],
+        serve_host: str,
+        allowed_origins: tuple[str, ...] = (),
+    ) -> None:
         if not api_keys and not is_loopback(serve_host):
             raise SettingsError(
                 f"serving on {serve_host} needs an API key: other machines can reach it. "
@@ -51,6 +58,7 @@ class Guard:
         self._keys = tuple(key.encode() for key in api_keys)
         self._serve_host = serve_host.strip("[]").lower()
         self._is_loopback = is_loopback(serve_host)
+        self._allowed_origins = frozenset(allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope), scope["path"])):
@@ -83,6 +91,8 @@ class Guard:
 
     def _is_own_origin(self, origin: str, host: str) -> bool:
         """Desktop programs show origins such as app:// and vscode-webview://; only the web is refused."""
+        if origin in self._allowed_origins:
+            return True
         if origin == "null":  # a page from a file, or in a sandbox
             return False
         try:

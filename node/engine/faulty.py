@@ -85,10 +85,12 @@ class Saboteur:
 
 
 def _cap_memory(more_bytes: int) -> None:
-    """From now on this process gets only so many bytes more."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])  # Linux: RLIMIT_AS counts mapped pages
-    limit = pages * resource.getpagesize() + more_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    """From now on this process gets only so many bytes more than it has, used or free. Linux: RLIMIT_DATA
+    counts writable memory; address space would also count what malloc has set aside for threads."""
+    status = Path("/proc/self/status").read_text()
+    (kilobytes,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmData:"))
+    limit = int(kilobytes) * 1024 + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def sabotage_reports(saboteur: Saboteur) -> None:

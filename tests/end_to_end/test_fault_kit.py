@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,63 @@ def test_an_answer_is_the_same_through_six_faults(start_mesh: Any, tiny_llama: P
         log = mesh.output.read_text()
         for cause in FAULTS.values():
             assert any(line.startswith("Epoch ") and cause in line for line in log.splitlines()), cause
+
+
+def ask_long(mesh: Any) -> str:
+    body = {"model": "tiny", "prompt": "hello there " * 140, "max_tokens": 20, "temperature": 0.8, "seed": 4}
+    text: str = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=200).json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.two_rank
+def test_a_lack_of_memory_costs_a_pause_and_a_slow_rank_not_even_that(
+    start_mesh: Any, tiny_llama: Path
+) -> None:
+    """Rank 1 gets no more memory after a few tokens, and the long prompt needs much. Then it is slow once."""
+    faults = ("--fault", "memory:1@decode+3=1MB#1", "--fault", "delay:1@decode+2=3s#2")
+    model = ("--model", str(tiny_llama), "--served-model-name", "tiny")
+    with start_mesh("up", "--sim", "2", *model, *faults) as mesh:
+        short = ask(mesh)
+        long = ask_long(mesh)
+        assert (ask(mesh), ask_long(mesh)) == (short, long)
+        status = httpx.get(f"{mesh.url}/v1/cluster/status", timeout=10).json()
+        assert status["epoch"] == 2 and status["epoch_cause"].startswith("rank 1 on local, phase ready")
+        assert mesh.stop() == 0
+        log = mesh.output.read_text()
+        assert "fault: memory at decode" in log and "fault: delay at decode" in log
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("moment", ["connect", "load", "warm-up", "prefill", "decode", "idle"])
+def test_every_kind_of_fault_at_every_moment(start_mesh: Any, tiny_llama: Path, moment: str) -> None:
+    """Each in an epoch of its own; between them a rank is killed after some tokens, for an epoch that
+    completes no step uses up the budget of restarts."""
+    kinds = ["kill", "freeze", "corrupt", "drop"]
+    if moment == "idle":
+        kinds = ["kill", "freeze"]  # while nothing is said there is nothing to lose or falsify
+    faults = [f"{kind}:1@{moment}#{2 * at + 1}" for at, kind in enumerate(kinds)]
+    faults += [f"kill:0@decode+2#{2 * at + 2}" for at in range(len(kinds))]
+    faults.append(f"delay:1@{moment}=2s#{2 * len(kinds) + 1}")
+    arguments = [word for fault in faults for word in ("--fault", fault)]
+    model = ("--model", str(tiny_llama), "--served-model-name", "tiny")
+    with start_mesh("up", "--sim", "2", *model, "--paranoid", *arguments) as mesh:
+        answers = set()
+        deadline = time.monotonic() + 1200
+        while httpx.get(f"{mesh.url}/ready", timeout=10).json()["epoch"] <= 2 * len(kinds):
+            assert time.monotonic() < deadline, mesh.output.read_text()[-3000:]
+            if moment == "idle":
+                time.sleep(1.5)  # longer than it takes to count as idle
+            reply = httpx.post(
+                f"{mesh.url}/v1/completions",
+                json={"prompt": "hello there", "max_tokens": 60, "temperature": 0.8, "seed": 4},
+                timeout=300,
+            )
+            if reply.status_code == 200:
+                answers.add(reply.json()["choices"][0]["text"])
+            else:
+                assert reply.status_code == 503 and reply.headers["retry-after"]
+                time.sleep(0.5)
+        answers.add(ask(mesh))
+        assert len(answers) == 1
+        assert mesh.stop() == 0

@@ -68,6 +68,10 @@ def test_serving_to_other_machines_needs_an_api_key(host: str, tmp_path: Path) -
     with pytest.raises(SettingsError, match="lets other machines in"):
         build(Flags(), HOSTS.replace("port: 1", f"host: '{host}'"))
     assert build(Flags(host=host), MLX_MESH_API_KEY=KEY).api_keys == (KEY,)
+    assert build(Flags(host=host), MLX_MESH_API_KEY=f"{KEY}, {KEY[::-1]}").api_keys == (KEY, KEY[::-1])
+    assert build(Flags(allowed_origins=("https://Chat.Example",))).allowed_origins == (
+        "https://chat.example",
+    )
     file = tmp_path / "keys"
     file.write_text(f"# two\n{KEY}\n\n{KEY}2\n")
     assert build(Flags(host=host, api_key_file=str(file))).api_keys == (KEY, KEY + "2")
@@ -98,6 +102,9 @@ def test_a_key_never_shows_in_the_configurations_text() -> None:
         Flags(max_sequences=0),
         Flags(max_queued_requests=-1),
         Flags(context=0),
+        Flags(allowed_origins=("*",)),
+        Flags(allowed_origins=("https://chat.example/",)),
+        Flags(allowed_origins=("chat.example",)),
         Flags(name="../x"),
     ],
 )

@@ -462,3 +462,20 @@ def test_what_never_fits_the_tightest_rank_is_refused_with_its_numbers(
     response = front.post("/v1/completions", {"prompt": [5] * 250, "max_tokens": 100})
     assert response.headers["x-mlx-mesh-max-tokens-clamped"] == "6"
     assert front.coordinator.requests[0].max_tokens == 6
+
+
+def test_listed_origins_may_ask_and_read_and_no_others(start_front: Any, saying: Any, ids_of: IdsOf) -> None:
+    page = "https://chat.example:8443"
+    for keys, status in (((), 200), (("key-1",), 401)):
+        front = start_front(saying(ids_of("a")), allowed_origins=(page,), api_keys=keys)
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        allowed = front.http.options(CHAT, headers={"origin": page, **asked})
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, page)
+        answer = front.http.post(CHAT, json=USER, headers={"origin": page})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, page)
+        for other in ("https://evil.example", "https://chat.example", "null"):
+            refused = front.http.options(CHAT, headers={"origin": other, **asked})
+            assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+            answer = front.http.post(CHAT, json=USER, headers={"origin": other})
+            assert answer.status_code == (401 if keys else 403)
+            assert "access-control-allow-origin" not in answer.headers
