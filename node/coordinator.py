@@ -644,8 +644,9 @@ class Coordinator:
         channel = ChannelCounters(
             failed_handshakes=self._channel.num_failed_handshakes,
             rejected_frames=self._channel.num_rejected_frames,
-            rejected_messages=self._switchboard.num_rejected_messages,
+            rejected_messages=self._switchboard.rejected,
             lost_links=self._channel.num_lost_links,
+            lost_agents=self._switchboard.num_lost_agents,
         )
         return metrics_of(
             self._counters, channel, self.roster, self._desk, self._kv_budget(), self._lineup.changes

@@ -44,8 +44,9 @@ class ChannelCounters:
 
     failed_handshakes: int
     rejected_frames: int
-    rejected_messages: int
+    rejected_messages: Counter[str]  # by what was wrong
     lost_links: int
+    lost_agents: int
 
 
 def metrics_of(
@@ -104,9 +105,11 @@ def _of_hosts(roster: Roster, changes: Mapping[Change, int]) -> Iterator[Metric]
 def _of_channel(channel: ChannelCounters) -> Iterator[Metric]:
     text = "Connections to the coordinator that did not prove the mesh secret"
     yield _counter("handshakes_rejected", text, channel.failed_handshakes)
-    for why, count in (("schema", channel.rejected_frames), ("sender_or_epoch", channel.rejected_messages)):
+    rejected = {name: channel.rejected_messages[name] for name in ("sender", "rank", "epoch", "sequence")}
+    for why, count in {"schema": channel.rejected_frames, **rejected}.items():
         yield _counter("frames_rejected", "Control messages that changed nothing", count, why=why)
-    yield _counter("links_lost", "Connections of agents that ended", channel.lost_links)
+    yield _counter("links_lost", "Connections to the coordinator that ended", channel.lost_links)
+    yield _counter("agents_lost", "Connections of members that ended without a bye", channel.lost_agents)
 
 
 def _of_requests(desk: Desk) -> Iterator[Metric]:

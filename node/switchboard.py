@@ -4,7 +4,7 @@ tells who is gone. It decides nothing but who may join."""
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from mlx_mesh.mesh.messages import (
@@ -75,8 +75,10 @@ class Switchboard:
         self._changed = changed
         self._held: deque[Tokens] = deque()
         self._held_epoch = 0
-        self.num_rejected_messages = 0
-        """From a stranger, or of another epoch or rank than their sender's."""
+        self.rejected: Counter[str] = Counter()
+        """Messages that changed nothing, by what was wrong: sender, rank, epoch or sequence."""
+        self.num_lost_agents = 0
+        """Connections of members that ended without a bye."""
 
     # ------------------------------------------------------------ tasks
 
@@ -109,6 +111,7 @@ class Switchboard:
         """To an agent; one that cannot take it is lost."""
         if not member.lost and not self._channel.send(member.peer, message):
             member.lost = "the connection to its agent ended"
+            self.num_lost_agents += 1
             self._changed.set()
 
     def command(self, rank: int, command: EngineCommand) -> None:
@@ -136,12 +139,15 @@ class Switchboard:
             return
         found = self._roster.find(peer)
         if found is None:
-            self.num_rejected_messages += 1
+            self.rejected["sender"] += 1
             if isinstance(message, AgentBeat):
                 self._channel.send(peer, JoinAgain(reason="no heartbeat arrived for too long"))
             return
         seat, member = found
         match message:
+            case AgentBeat(seq=seq) if seq <= member.last_seq:
+                self.rejected["sequence"] += 1
+                return
             case AgentBeat():
                 self._roster.note_agent_beat(seat, member, message, self._now())
                 self._probe(member)
@@ -155,7 +161,7 @@ class Switchboard:
                 member.stopped_epoch = max(member.stopped_epoch, message.epoch)
             case RankStarted() | RankReport() | RankExited() | RankLog():
                 if message.rank not in seat.ranks:
-                    self.num_rejected_messages += 1
+                    self.rejected["rank"] += 1
                     return
                 if not self._hear_rank(message):
                     return
@@ -167,7 +173,7 @@ class Switchboard:
             self.log(message.rank, message.line)
             return False
         if message.epoch != self._roster.epoch.number:
-            self.num_rejected_messages += 1
+            self.rejected["epoch"] += 1
             return False
         record = self._roster.ranks[message.rank]
         match message:

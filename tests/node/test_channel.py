@@ -127,6 +127,25 @@ async def test_a_plain_tcp_client_changes_nothing() -> None:
             await stray.wait_closed()
 
 
+async def test_a_frame_over_the_limit_ends_a_strangers_connection_and_nothing_else() -> None:
+    """A raw client that says it is ZeroMQ, and then announces a frame of a gigabyte."""
+    async with asyncio.timeout(WITHIN_S), coordinator() as server:
+        reader, stray = await asyncio.open_connection(*split_endpoint(server.endpoint))
+        stray.write(b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\0" * 32)
+        stray.write(b"\x02" + (1 << 30).to_bytes(8, "big") + b"x" * 100_000)
+        with contextlib.suppress(OSError):
+            while await reader.read(65536):
+                pass
+        assert server.num_rejected_frames == 0 and server.num_failed_handshakes + server.num_lost_links > 0
+        async with agent(server) as client:
+            assert await client.receive() == LinkUp()
+            client.send(AgentBeat(seq=1))
+            assert (await server.receive())[1] == AgentBeat(seq=1)
+        stray.close()
+        with contextlib.suppress(OSError):
+            await stray.wait_closed()
+
+
 async def test_a_vanished_agent_is_noticed_at_once() -> None:
     async with asyncio.timeout(WITHIN_S), coordinator() as server:
         async with agent(server) as client:
