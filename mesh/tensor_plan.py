@@ -145,8 +145,7 @@ def _choose_weights(memory: ModelMemory, ranks: Sequence[Rank], speed: TensorSpe
     def badness(weights: tuple[int, ...]) -> tuple[int, int]:
         return _shortage(ranks, tensor_needs(memory, weights)), speed.step_ns(weights)
 
-    are_alike = speed.rates.are_equal and len({rank.memory_bytes for rank in ranks}) == 1
-    starts = sorted(candidates, key=badness)[: 1 if are_alike else _NUM_STARTS]
+    starts = sorted(candidates, key=badness)[: 1 if _are_alike(ranks, speed) else _NUM_STARTS]
     best = min((_refine(start, badness) for start in starts), key=badness)
     if badness(best)[0]:
         return None
@@ -184,15 +183,23 @@ def _candidates(memory: ModelMemory, ranks: Sequence[Rank], speed: TensorSpeed) 
     by_speed = _small([rate // rank.slots for rate, rank in zip(speed.rates.memory, ranks, strict=True)])
     by_memory = _small([rank.memory_bytes for rank in ranks])
     by_room = _small([max(1, rank.memory_bytes - whole) for rank in ranks])
-    units = min(number for number in (tensor.attention_units, tensor.mlp_units) if number)
-    while units > len(ranks) and math.comb(units - 1, len(ranks) - 1) > _MOST_DEALS:
-        units -= 1
-    deals = _deals(units, len(ranks)) if units >= len(ranks) else []
+    numbers = {number for number in (tensor.attention_units, tensor.mlp_units) if number}
+    if _are_alike(ranks, speed):
+        numbers = {min(numbers)}
+    deals = [deal for number in sorted(numbers) for deal in _deals(number, len(ranks))]
     return list(dict.fromkeys([(1,) * len(ranks), by_speed, by_memory, by_room, *deals]))
 
 
+def _are_alike(ranks: Sequence[Rank], speed: TensorSpeed) -> bool:
+    return speed.rates.are_equal and len({rank.memory_bytes for rank in ranks}) == 1
+
+
 def _deals(num_units: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """All ways to give each rank at least one of the units."""
+    """All ways to give each rank at least one of the units, or of fewer when there are too many ways."""
+    while num_units > num_ranks and math.comb(num_units - 1, num_ranks - 1) > _MOST_DEALS:
+        num_units -= 1
+    if num_units < num_ranks:
+        return []
     edges = itertools.combinations(range(1, num_units), num_ranks - 1)
     return [
         tuple(end - start for start, end in itertools.pairwise((0, *inner, num_units))) for inner in edges
