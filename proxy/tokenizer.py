@@ -135,8 +135,8 @@ class ModelTokenizer:
             if "trust_remote_code" in str(error):
                 raise TokenizerError(
                     f"the tokenizer in {folder} wants to run code of its own (`auto_map` in "
-                    "tokenizer_config.json), and no code from model folders is run here. Use a version of the "
-                    "model with a tokenizer.json and a `tokenizer_class` that transformers has"
+                    "tokenizer_config.json), and no code from model folders is run here. Use a version "
+                    "of the model with a tokenizer.json and a `tokenizer_class` that transformers has"
                 ) from error
             raise TokenizerError(
                 f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}. "
