@@ -7,6 +7,7 @@ import itertools
 import json
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -173,6 +174,31 @@ def answer(mesh: Any) -> str:
     return text
 
 
+def listeners(root: int) -> set[tuple[str, str]]:
+    """Linux: (command, IPv4 address) of each TCP socket that a process or its descendants listen on."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    found = set()
+    for pid in family:
+        links = set()
+        with contextlib.suppress(OSError):
+            links = {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        for table in ("tcp", "tcp6"):
+            for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = row.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                    address = ".".join(map(str, reversed(bytes.fromhex(fields[1].partition(":")[0][-8:]))))
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    found.add((next(w.decode() for w in words if w.startswith(b"mlx_mesh.")), address))
+    return found
+
+
 @contextlib.contextmanager
 def mesh_of(start_mesh: Any, world_size: int, model: Path) -> Iterator[Any]:
     """One row at a time, so that a second request waits."""
@@ -194,6 +220,12 @@ def test_each_way_to_end_a_request_works_at_each_moment_and_shutdown_ends_the_re
     start_mesh: Any, tiny_llama: Path, world_size: int
 ) -> None:
     with mesh_of(start_mesh, world_size, tiny_llama) as mesh:
+        if sys.platform == "linux":
+            listening = listeners(mesh.launcher.pid)
+            assert {address for _, address in listening} == {"127.0.0.1"}, (
+                "the links' addresses and HTTP's only"
+            )
+            assert ("mlx_mesh.proxy", "127.0.0.1") in listening
         try_all(mesh, some_cells(world_size))
         # One decodes, the others wait; a shutdown takes no new ones, and when asked again ends the open ones.
         rows = [Asked(mesh, "a few words", True, **OPTIONS["seed"])]
