@@ -27,7 +27,8 @@ def test_a_dozen_kinds_of_models_compute_over_a_ring_what_one_process_computes(
     ranks = [
         subprocess.Popen(
             [sys.executable, "-u", str(PROGRAM), str(rank), ports],
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
@@ -35,6 +36,13 @@ def test_a_dozen_kinds_of_models_compute_over_a_ring_what_one_process_computes(
         for rank in range(world_size)
     ]
     try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n", rank.communicate()[1][-3000:]
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
         output, errors = ranks[0].communicate(timeout=LIMIT_S)
         statuses = [ranks[0].returncode, *(rank.wait(timeout=30) for rank in ranks[1:])]
     finally:
