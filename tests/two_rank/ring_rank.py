@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_mesh.mesh.messages import Connect
 from mlx_mesh.mesh.types import Backend
 from mlx_mesh.node.engine.group import form_group
