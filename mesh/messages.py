@@ -595,7 +595,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One host of the hostfile, whether it serves or not."""
 
     host: str
-    state: Literal["serving", "gone", "standby", "drained"]
+    state: Literal["serving", "gone", "standby", "drained", "failed"]
     ranks: tuple[int, ...]
     detail: str = ""
 

@@ -18,7 +18,7 @@ Fits = Callable[[tuple[int, ...]], str]
 MAX_SETTLE_FACTOR = 64
 """A host that comes and goes is taken in later and later, up to so many times the first delay."""
 
-HostState = Literal["serving", "gone", "standby", "drained"]
+HostState = Literal["serving", "gone", "standby", "drained", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class HostView:
     is_here: bool
     is_wanted: bool = True
     is_drained: bool = False  # by `node drain`: it comes back by `node add` only
+    failure: str = ""  # why the mesh went on without it although it is there; the same holds
     gone_s: float = 0.0  # since its last sign of life
     why_gone: str = ""
     here_s: float = 0.0  # since it joined
@@ -38,7 +39,7 @@ class HostView:
     @property
     def is_standby(self) -> bool:
         """It could serve and does not."""
-        return self.is_here and not self.is_wanted and not self.is_drained
+        return self.is_here and not (self.is_wanted or self.is_drained or self.failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,8 @@ def state_of(host: HostView) -> HostState:
         return "gone"
     if host.is_wanted:
         return "serving"
+    if host.failure:
+        return "failed"
     return "drained" if host.is_drained else "standby"
 
 
@@ -181,10 +184,21 @@ def detail_of(host: HostView) -> str:
             return host.why_gone or "its agent is not there"
         case "standby":
             return f"`mlx-mesh node add {host.name}` takes it in"
+        case "failed":
+            return f"{host.failure}; `mlx-mesh node add {host.name}` tries it again"
         case "drained":
             return f"drained; `mlx-mesh node add {host.name}` takes it in again"
         case _:
             return ""
+
+
+_SENTENCE: dict[HostState, str] = {
+    "serving": "{} serves",
+    "gone": "{} is gone",
+    "standby": "{} is a standby",
+    "drained": "{} is drained",
+    "failed": "{} failed",
+}
 
 
 def describe_lineup(hosts: Sequence[HostView], since: str) -> str:
@@ -194,8 +208,8 @@ def describe_lineup(hosts: Sequence[HostView], since: str) -> str:
     if not others:
         return ""
     words = ", ".join(
-        f"{host.name} is {'a standby' if state_of(host) == 'standby' else state_of(host)}"
-        + (f" ({host.why_gone})" if not host.is_here and host.why_gone else "")
+        _SENTENCE[state_of(host)].format(host.name)
+        + (f" ({why})" if (why := host.failure if host.is_here else host.why_gone) else "")
         for host in others
     )
     return f"serving with {len(serving)} of {len(hosts)} hosts since {since}: {words}"

@@ -514,6 +514,8 @@ class Coordinator:
             str(verdict), completed_step=epoch.has_completed_step or is_elsewhere, ready_s=ready_s
         )
         is_final = not verdict.retryable or budget.is_exhausted
+        if is_final and self._was_ready and self._lineup.give_up(verdict.host, str(verdict)):
+            is_final, budget = False, RestartBudget(self.mesh.max_restarts, was_ready=True)
         self._output.event(EpochEnded(epoch=epoch.number, cause=str(verdict), final=is_final))
         self._desk.pause(f"recovering: {verdict}" if self._was_ready else str(verdict))
         await self._stop_epoch(str(verdict), gently=False, dump=verdict.wants_stacks)
@@ -569,7 +571,7 @@ class Coordinator:
         number = self.roster.epoch.number
         self.roster.epoch.is_open = False
         self._switchboard.expire_members()
-        stopping = list(self.roster.members())
+        stopping = list(self.roster.placed())
         for _, member in stopping:
             self.send(member, StopEpoch(epoch=number, gently=gently, reason=reason, dump=dump))
         limit_s = self.deadlines.stop_s + _SLACK_S

@@ -33,7 +33,7 @@ from mlx_mesh.node.roster import Roster
 SETTLE_BEATS = 3
 """A host that came back must have been there for so many heartbeats before the mesh stops for it."""
 
-Change = Literal["lost", "returned", "drained", "added"]
+Change = Literal["lost", "returned", "drained", "added", "failed"]
 
 
 class Lineup:
@@ -81,6 +81,9 @@ class Lineup:
             elif serves and not seat.ranks:
                 self.changes["returned"] += 1
                 words.append(f"{seat.host} is back")
+            elif seat.ranks and not serves and seat.failure:
+                self.changes["failed"] += 1
+                words.append(f"{seat.host} failed too often")
             elif seat.ranks and not serves:
                 self.changes["lost"] += 1
                 words.append(f"{seat.host} did not come back ({self._why_gone(seat.index)})")
@@ -117,7 +120,7 @@ class Lineup:
         except Refusal as refusal:
             return NodeReply(id=request.id, error=refusal.code, message=str(refusal), epoch=epoch)
         seat, is_drain = self._roster.seats[host.index], request.action == "drain"
-        seat.is_drained = is_drain
+        seat.is_drained, seat.failure = is_drain, ""
         if seat.is_wanted != is_drain:
             words = "does not serve anyway; it stays out until it is added" if is_drain else "serves already"
             return NodeReply(id=request.id, message=f"{host.name} {words}.", epoch=epoch)
@@ -130,6 +133,16 @@ class Lineup:
             epoch=epoch,
             is_changing=True,
         )
+
+    def give_up(self, host: str, failure: str) -> bool:
+        """Go on without a host that is to blame again and again; False when the mesh cannot."""
+        try:
+            view = check_drain(self._views(), host, self._fits)
+        except Refusal:
+            return False
+        seat = self._roster.seats[view.index]
+        seat.is_wanted, seat.failure = False, failure
+        return True
 
     def _fits(self, chosen: tuple[int, ...]) -> str:
         """'' or in one line why not; each set of agents is tried once."""
@@ -152,6 +165,7 @@ class Lineup:
                 is_here=seat.is_taken,
                 is_wanted=seat.is_wanted,
                 is_drained=seat.is_drained,
+                failure=seat.failure,
                 gone_s=max(0.0, now - seat.member.beat_at) if seat.member is not None else 0.0,
                 why_gone=self._why_gone(seat.index),
                 here_s=max(0.0, now - seat.member.joined_at) if seat.member is not None else 0.0,

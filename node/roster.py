@@ -160,6 +160,7 @@ class Seat:
     member: Member | None = None
     is_wanted: bool = True
     is_drained: bool = False
+    failure: str = ""
     num_lost: int = 0
 
     @property

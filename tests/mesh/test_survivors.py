@@ -118,8 +118,10 @@ def test_a_host_that_comes_and_goes_is_taken_in_later_each_time() -> None:
     assert times == [3.0, 3.0, 6.0, 12.0, 192.0]
 
 
-@pytest.mark.parametrize("host", [gone(MAC2, 5.0, is_wanted=False), drained(MAC2)])
-def test_who_is_gone_or_drained_is_not_taken_in(host: HostView) -> None:
+@pytest.mark.parametrize(
+    "host", [gone(MAC2, 5.0, is_wanted=False), drained(MAC2), replace(standby(MAC2), failure="it crashes")]
+)
+def test_who_is_gone_drained_or_failed_is_not_taken_in(host: HostView) -> None:
     assert growth((MAC1, host, MAC3), needs(1), 3.0) == ()
 
 
@@ -187,6 +189,8 @@ def test_a_mesh_without_one_of_its_hosts_says_so_with_the_reason_and_since_when(
         "serving with 1 of 3 hosts since noon: mac2 is gone (it sleeps), mac3 is drained"
     )
     assert [state_of(host) for host in (*hosts, standby(MAC2))] == ["serving", "gone", "drained", "standby"]
+    failed = replace(standby(MAC2), failure="it crashes")
+    assert describe_lineup((MAC1, failed, MAC3), "noon").endswith("mac2 failed (it crashes)")
 
 
 def test_a_mesh_that_waits_or_is_down_says_for_whom_and_why() -> None:

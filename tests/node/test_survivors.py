@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import msgspec
@@ -247,3 +249,22 @@ async def test_a_standby_that_leaves_disturbs_nobody_and_goes_down_with_the_mesh
         await mesh.hosts["mac3"].ended()
         [stopped] = mesh.hosts["mac3"].output.all(AgentStopped)
         assert stopped.by_coordinator
+
+
+async def test_a_host_whose_engines_end_again_and_again_is_given_up_and_not_the_mesh(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.plans = THREE
+        mesh.max_restarts = 1
+        mesh.engine_script = {"2.1.load": "exit:7", "3.1.load": "exit:7"}
+        leader, line = await mesh.up()
+        line.submit("a", 60)
+        await line.wait_for(Chunk)
+        os.kill((await line.status()).ranks[1].engine_pid, signal.SIGKILL)
+        ready = await leader.output.wait_for(MeshReady, lambda ready: ready.epoch > 1)
+        assert ready.world_size == 2 and "mac2 failed (rank 1 on mac2" in ready.lineup
+        assert await all_tokens(line, "a") == mesh.undisturbed_tokens(60)
+        status = await line.status()
+        assert [row.state for row in status.hosts] == ["serving", "failed", "serving"]
+        assert "status 7" in status.hosts[1].detail and "node add mac2" in status.hosts[1].detail
+        assert (await change(line, "add", "mac2")).is_changing
+        assert (await leader.output.wait_for(MeshReady, lambda ready: ready.epoch > 4)).world_size == 3
