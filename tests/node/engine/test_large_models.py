@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -137,6 +141,32 @@ def test_large_caches_are_what_their_papers_say(tmp_path: Path) -> None:
         hollow_folder(LARGE[name], tmp_path / name)
         sizes[name] = inspect_model(str(tmp_path / name)).kv_bytes_per_token
     assert sizes == {"DeepSeek-V3": 61 * 576 * 2, "Llama-3.3-70B": 80 * 2 * 8 * 128 * 2}
+
+
+FIRST_REFUSAL_S, NEXT_REFUSAL_S = 15.0, 2.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Llama-3.3-70B", "DeepSeek-V3"])
+def test_what_cannot_fit_is_refused_in_seconds_and_soon_when_the_model_is_known(
+    name: str, tmp_path: Path
+) -> None:
+    """By processor time, which a loaded machine does not stretch."""
+    hollow_folder(LARGE[name], tmp_path)
+    words = ["plan", str(tmp_path), "--nodes", "3", "--memory", "48GB", "--chip", "M4 Max", "--link", "wifi"]
+    for limit_s in (FIRST_REFUSAL_S, NEXT_REFUSAL_S):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-I", "-m", "mlx_mesh.launcher", *words],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 4 and "GB are missing" in done.stdout, done.stderr
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < limit_s
 
 
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "glm4_moe", "gemma2", "phi3", "mamba2")
