@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.dora import DoRAEmbedding
 
 from mlx_mesh.mesh.footprint import WORTH_DIVIDING
 from mlx_mesh.mesh.tensor_units import Division, Range, Segment
@@ -74,6 +75,10 @@ def _is_used(path: str, trace: ModelTrace, call: int) -> bool:
 
 def _outside_layers(lazy: LazyModel) -> Iterator[tuple[str, Any]]:
     seen = {id(module) for layer in lazy.layers for _, module in modules_below(layer)}
+    # A DoRA reads the rows of its embedding past the embedding's own call.
+    seen |= {
+        id(module.embedding) for _, module in modules_below(lazy.model) if isinstance(module, DoRAEmbedding)
+    }
     for path, module in modules_below(lazy.model):
         if path and id(module) not in seen:
             seen.add(id(module))

@@ -23,9 +23,9 @@ KEYS = ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj
 QUANTISED = {"quantization": {"group_size": 32, "bits": 4}, "head_dim": 32}
 
 
-def _adapter(tiny: ModuleType, config: dict[str, Any], folder: Path, kind: str) -> Path:
+def _adapter(tiny: ModuleType, config: dict[str, Any], folder: Path, kind: str, *more_keys: str) -> Path:
     """An adapter of the last four layers with random matrices, so that it matters."""
-    parameters = {"rank": 4, "scale": 8.0, "dropout": 0.1, "keys": KEYS}
+    parameters = {"rank": 4, "scale": 8.0, "dropout": 0.1, "keys": [*KEYS, *more_keys]}
     model = tiny.build(config).model
     model.freeze()
     linear_to_lora_layers(model, 4, parameters, use_dora=kind == "dora")
@@ -43,6 +43,7 @@ def _adapter(tiny: ModuleType, config: dict[str, Any], folder: Path, kind: str) 
     return folder
 
 
+# The embedding, which is the output head as well here, has an adapter too.
 @pytest.mark.parametrize(("kind", "changes"), [("lora", {}), ("dora", {}), ("lora", QUANTISED)])
 def test_an_adapter_gives_the_same_logits_however_it_is_divided(
     tiny: ModuleType, simulator: ModuleType, tmp_path: Path, kind: str, changes: dict[str, Any]
@@ -50,7 +51,7 @@ def test_an_adapter_gives_the_same_logits_however_it_is_divided(
     config = tiny.llama(**changes)
     (tmp_path / "model").mkdir()
     folder = tiny.save(config, tmp_path / "model")
-    adapter = str(_adapter(tiny, config, tmp_path / "adapter", kind))
+    adapter = str(_adapter(tiny, config, tmp_path / "adapter", kind, "model.embed_tokens"))
 
     def run(placement: Any, adapter: str) -> list[Any]:
         def body(rank: int, exchange: Any) -> Any:
