@@ -162,5 +162,7 @@ def test_the_command_names_a_bad_folder_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_command_without_a_model_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("usage: ")
