@@ -247,10 +247,10 @@ class Answer:
 
 
 @contextmanager
-def elastic_mesh(lab: Any, tmp_path: Path, model: Path, *hosts: str) -> Iterator[Running]:
+def elastic_mesh(lab: Any, tmp_path: Path, model: Path, *hosts: str, rejoin_s: int) -> Iterator[Running]:
     """Ready, with short deadlines; goes down by Ctrl-C and leaves nothing."""
     (lab.home("mac1") / ".ssh" / "config").write_text("ServerAliveInterval 1\nServerAliveCountMax 2\n")
-    deadlines = "{heartbeat_timeout_s: 3, rejoin_timeout_s: 4}"
+    deadlines = f"{{heartbeat_timeout_s: 3, rejoin_timeout_s: {rejoin_s}}}"
     hostfile = write_hosts(tmp_path / "hosts.yaml", model, sys.executable, *hosts, deadlines=deadlines)
     with up(lab, hostfile, "--elastic") as running:
         running.read_until("lab is ready")
@@ -263,7 +263,7 @@ def elastic_mesh(lab: Any, tmp_path: Path, model: Path, *hosts: str) -> Iterator
 def test_answers_go_on_when_an_agent_is_killed_and_when_a_link_is_cut(
     lab: Any, tmp_path: Path, tiny_llama: Path
 ) -> None:
-    with elastic_mesh(lab, tmp_path, tiny_llama, *THREE[:2]) as running:
+    with elastic_mesh(lab, tmp_path, tiny_llama, *THREE[:2], rejoin_s=4) as running:
         with contextlib.closing(Answer(lab)) as answer:
             undisturbed = answer.whole()
         with contextlib.closing(Answer(lab)) as answer:
@@ -288,7 +288,7 @@ def test_answers_go_on_when_an_agent_is_killed_and_when_a_link_is_cut(
 def test_answers_go_on_when_a_host_freezes_a_short_cut_heals_and_hosts_are_drained(
     lab: Any, tmp_path: Path, tiny_llama: Path
 ) -> None:
-    with elastic_mesh(lab, tmp_path, tiny_llama, *THREE) as running:
+    with elastic_mesh(lab, tmp_path, tiny_llama, *THREE, rejoin_s=30) as running:
         with contextlib.closing(Answer(lab)) as answer:
             undisturbed = answer.whole()
         with contextlib.closing(Answer(lab)) as answer:
