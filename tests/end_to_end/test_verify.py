@@ -55,3 +55,16 @@ def test_a_hub_model_gives_the_same_tokens_on_one_rank_and_on_two(tiny_llama: Pa
             assert prompt["differs_at"] == -1 and prompt["largest_gap"] < 1e-4
         size = (tiny_llama / "model.safetensors").stat().st_size
         assert served.sent("model.safetensors") < 2 * size  # fetched once, beside its header
+
+
+@pytest.mark.two_rank
+@pytest.mark.long
+def test_a_mesh_with_an_adapter_is_compared_layer_by_layer(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    words = ("--sharding", "tensor", "--layer-by-layer", "--adapter-path", str(tiny_adapters["lora"]))
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_STATE_HOME": str(tmp_path / "state")}
+    found = verify(str(tiny_llama), *words, environment=environment)
+    assert found["reference"].startswith("local layer by layer")
+    for prompt in found["prompts"]:
+        assert prompt["differs_at"] == -1 and prompt["largest_gap"] < 1e-4
