@@ -247,8 +247,8 @@ def _vocabulary_note(footprint: ModelFootprint) -> str:
     rule = f"from {100 // WORTH_DIVIDING} % of the model on"
     if not divided:
         return (
-            f"By tensor, embedding and output head stay whole: they are divided by vocabulary {rule}, where a "
-            "small model shows the same logits."
+            f"By tensor, embedding and output head stay whole: they are divided by vocabulary {rule}, where "
+            "a small model shows the same logits."
         )
     return (
         f"By tensor, {format_bytes(divided)} of embedding and output head ({100 * divided / whole:.1f} % of "
