@@ -34,6 +34,7 @@ from mlx_mesh.node.engine.backend import (
 )
 from mlx_mesh.node.engine.commands import Commands
 from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EXIT_STATUS, FailureKind, describe
+from mlx_mesh.node.engine.light import import_mlx_lm
 from mlx_mesh.node.engine.report import HeartbeatThread, Reporter, read_memory
 from mlx_mesh.node.pipe import BlockingPipe
 
@@ -79,6 +80,7 @@ def startup(config: EngineConfig, sock: socket.socket, reporter: Reporter) -> En
     commands = Commands(BlockingPipe(sock, msgspec.msgpack.Decoder(EngineCommand)))
     commands.start()
     mx = import_mlx()
+    import_mlx_lm()
     importlib.import_module("mlx_mesh.node.engine.phases")  # mlx-lm takes seconds: not out of connect's time
     reporter.read_memory = lambda: read_memory(mx)
     reporter.phase = Phase.IMPORTED
