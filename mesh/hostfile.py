@@ -6,6 +6,7 @@ Nothing is opened or resolved here. Every error is a `HostfileError` whose lines
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -191,18 +192,19 @@ def _is_place(part: int | str) -> bool:
 def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
     faults = _Faults(source, lines)
     file = _validate(_File, data, faults)
+    if file is None:
+        _check_readable_hosts(data.get("hosts"), lines, faults)
     faults.raise_if_any()
     assert file is not None
     name = file.name or _stem(source)
     for problem in check_name(name):
         faults.add(("name",), f"the mesh's name {name!r} {problem}")
-    hosts = tuple(_host(host, index, file.defaults, lines, faults) for index, host in enumerate(file.hosts))
-    faults.raise_if_any()
-    _check_together(hosts, faults)
-    faults.raise_if_any()
     deadlines, late = read_deadlines(file.deadlines)
     for key, problem in late:
         faults.add(("deadlines", key), problem)
+    hosts = tuple(_host(host, index, file.defaults, lines, faults) for index, host in enumerate(file.hosts))
+    faults.raise_if_any()
+    _check_together(hosts, faults)
     faults.raise_if_any()
     return Hostfile(
         source=source,
@@ -216,6 +218,13 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
         deadlines=deadlines,
         hosts=hosts,
     )
+
+
+def _check_readable_hosts(hosts: Any, lines: Lines, faults: _Faults) -> None:
+    """The faults of those hosts that can be read, when the file as a whole cannot: all are told at once."""
+    for index, given in enumerate(hosts if isinstance(hosts, list) else []):
+        with contextlib.suppress(pydantic.ValidationError):  # told already
+            _host(_Host.model_validate(given), index, _Defaults(), lines, faults)
 
 
 def _host(host: _Host, index: int, defaults: _Defaults, lines: Lines, faults: _Faults) -> HostEntry:

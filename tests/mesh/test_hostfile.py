@@ -126,6 +126,12 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_valid_one() -> No
     ]
 
 
+def test_faults_of_keys_and_of_values_are_told_together() -> None:
+    message = fault("hosts:\n  - {local: true, slot: 2}\n  - {ssh: b, addresses: ['fe80::1']}\n", "h.yaml")
+    assert message.splitlines()[0] == "h.yaml:2: unknown key `slot`; did you mean `slots`?"
+    assert message.splitlines()[1].startswith("h.yaml:3: `fe80::1` is IPv6")
+
+
 def test_an_unknown_key_without_a_near_one_lists_what_is_valid_there() -> None:
     assert "valid here: host, port" in fault("serve: {xyzzy: 1}\nhosts: [{local: true}]")
 
