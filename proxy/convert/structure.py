@@ -99,7 +99,8 @@ def response_format(given: Any, param: str = "response_format") -> AnswerForm | 
         case "json_schema":
             # /v1/responses has the schema beside the type instead of one level down.
             inner = given.get("json_schema", given)
-            path = f"{param}.json_schema.schema" if "json_schema" in given else f"{param}.schema"
+            beside = "json_schema" not in given and (param != "response_format" or "schema" in given)
+            path = f"{param}.schema" if beside else f"{param}.json_schema.schema"
             return schema_form(inner.get("schema") if isinstance(inner, dict) else None, path)
         case _:
             raise invalid(

@@ -268,6 +268,7 @@ def test_top_p_zero_means_the_most_probable_token(start_front: Any, saying: Any,
         ({"conversation_id": "a b"}, "conversation_id"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}}},
             "response_format.json_schema.schema",
