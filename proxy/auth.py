@@ -79,7 +79,7 @@ class Guard:
         if not self._keys and origin and not self._is_own_origin(origin, host):
             return ApiError(
                 403,
-                f"Web pages of {origin} may not use this server; --allow-origin of `up` and `serve` lets them.",
+                f"Web pages of {origin} may not use this server; `up --allow-origin` lets them.",
                 code="origin_not_allowed",
             )
         if self._keys and path not in OPEN_PATHS:
