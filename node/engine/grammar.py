@@ -71,7 +71,7 @@ class Grammars:
         if matcher.is_error():
             raise GrammarError(f"The grammar cannot be used: {matcher.get_error()}")
         row = RowGrammar(matcher, end_ids, vocab_size)
-        row.advance(sent_ids)
+        row.restart(sent_ids)
         if row.failure:
             raise GrammarError(row.failure)
         return row
@@ -95,6 +95,13 @@ class RowGrammar:
         self._mask = np.zeros((vocab_size + 31) // 32, np.uint32)
         self._vocab_size = vocab_size
         self.failure = ""  # why the grammar cannot go on; the tokens since then are not to be given out
+
+    def restart(self, sent_ids: Sequence[int]) -> None:
+        """The row begins (again) behind these: it may have left its batch to make room, and what it computed
+        ahead then does not count."""
+        self.failure = ""
+        self._matcher.reset()
+        self.advance(sent_ids)
 
     def advance(self, ids: Sequence[int]) -> None:
         """These were generated. One that ends the text ends the sequence too, so nothing after it counts."""

@@ -92,7 +92,7 @@ class Generation:
         self._prefill_step_size = prefill_step_size
         self._prompt_left: dict[str, int] = {}  # upper bounds: the generator says nothing while it prefills
         self._lengths: dict[str, int] = {}
-        self.grammars: dict[str, RowGrammar] = {}  # of requests that the leader is about to admit
+        self.grammars: dict[str, RowGrammar] = {}  # on the leader, of open requests: a row may come back
 
     def prompt_tokens_after(self, plan: StepPlan) -> int:
         """The most prompt tokens that the step of `plan` may read."""
@@ -127,8 +127,10 @@ class Generation:
         for admission in plan.admit:
             processors: list[RowProcessor] = []
             if request_of is not None and isinstance(self._sampler, LeaderSampler):
-                grammar = self.grammars.pop(admission.id, None)
-                processors = self._sampler.processors(request_of(admission.id), grammar)
+                request, grammar = request_of(admission.id), self.grammars.get(admission.id)
+                if grammar is not None:
+                    grammar.restart(request.sent_ids)
+                processors = self._sampler.processors(request, grammar)
             (uid,) = self._generator.insert(
                 [list(admission.prompt_ids)],
                 max_tokens=[admission.max_tokens],
@@ -273,8 +275,10 @@ class Leader:
         if self._grammars is not None and self._grammars.drop(request_id):
             self._answer(TokenChunk(id=request_id, finish_reason="cancelled"))
             return
-        self._generation.grammars.pop(request_id, None)
-        self._answer(self._scheduler.cancel(request_id))
+        answer = self._scheduler.cancel(request_id)
+        if answer is not None:  # it waited; a row's grammar stays until the row ends
+            self._generation.grammars.pop(request_id, None)
+        self._answer(answer)
 
     def _advance(self, is_silent: bool = False) -> None:
         while self._scheduler.has_work and len(self._published) <= self._plans_ahead:
@@ -294,6 +298,9 @@ class Leader:
                 self._reporter.send(failed)
         chunks = self._scheduler.applied(plan)
         chunks += self._scheduler.produced(produced, time.monotonic())
+        for chunk in chunks:
+            if chunk.finish_reason is not None:
+                self._generation.grammars.pop(chunk.id, None)
         self._reporter.num_preempted = self._scheduler.num_preempted
         self._reporter.end_step(
             plan.step,

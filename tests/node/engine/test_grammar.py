@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 from mlx_lm.utils import load_model
 
+from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
 from mlx_mesh.mesh.messages import (
     Cancel,
     EngineCommand,
@@ -32,6 +34,7 @@ from mlx_mesh.node.engine.scheduler import Scheduler
 from mlx_mesh.node.pipe import BlockingPipe
 
 END = 2
+THE_END = "the end of the reports"
 VOCAB = 320
 FIRST_BYTE = 3  # the tiny model's ids: three special tokens, then the bytes in their alphabet's order
 SCHEMA = {
@@ -82,32 +85,45 @@ class Engine:
         self.folder = folder
         self._sock, self._agent = sock, BlockingPipe(agent, msgspec.msgpack.Decoder(EngineReport))
 
-    def run(self, *commands: EngineCommand, num_ready: int | None = None) -> list[Any]:
+    def run(
+        self,
+        *commands: EngineCommand,
+        num_ready: int | None = None,
+        kv: KvBudget | None = None,
+        plans_ahead: int = 0,
+    ) -> list[Any]:
         generation = Generation(
             self.model, SoloExchange(), max_sequences=8, prefill_step_size=512, is_leader=True
         )
         reporter = Reporter(BlockingPipe(self._sock, msgspec.msgpack.Decoder(EngineCommand)))
         leader = Leader(
             generation,
-            Scheduler(1, max_sequences=8, vocab_size=VOCAB),
+            Scheduler(1, max_sequences=8, vocab_size=VOCAB, kv=kv),
             NoFollowers(),
             reporter,
-            plans_ahead=0,
+            plans_ahead=plans_ahead,
             grammars=Grammars(str(self.folder)),
         )
         leader.warm_up(request("warm-up", "", max_tokens=1))
+        reports: list[Any] = []
+        listener = threading.Thread(target=self._listen, args=(reports,), daemon=True)
+        listener.start()  # a socket holds only so many reports
         with_grammar = [one for one in commands if isinstance(one, Submit) and one.request.grammar]
         leader.run(Commands(*commands, num_ready=len(with_grammar) if num_ready is None else num_ready))
-        reporter.failed("internal", "the end of the reports")
-        reports: list[Any] = []
-        while getattr(report := self._agent.receive(), "message", "") != "the end of the reports":
-            reports.append(report)
+        assert not generation.grammars, "of requests that are over"
+        self.num_preempted = reporter.num_preempted
+        reporter.failed("internal", THE_END)
+        listener.join(30)
         return reports
 
-    def tokens(self, *requests: GenerateRequest) -> dict[str, tuple[list[int], str]]:
+    def _listen(self, reports: list[Any]) -> None:
+        while getattr(report := self._agent.receive(), "message", "") != THE_END:
+            reports.append(report)
+
+    def tokens(self, *requests: GenerateRequest, **how: Any) -> dict[str, tuple[list[int], str]]:
         """Of each request what was generated, and how it ended."""
         answers: dict[str, tuple[list[int], str]] = {one.id: ([], "") for one in requests}
-        for report in self.run(*[Submit(request=one) for one in requests]):
+        for report in self.run(*[Submit(request=one) for one in requests], **how):
             assert not isinstance(report, RequestFailed), report
             for chunk in report.chunks if isinstance(report, Tokens) else ():
                 ids, end = answers[chunk.id]
@@ -212,3 +228,41 @@ def test_a_request_can_be_cancelled_while_its_grammar_is_compiled(engine: Engine
     reports = engine.run(Submit(request=request("a")), Cancel(id="a"))
     (chunk,) = (chunk for report in reports if isinstance(report, Tokens) for chunk in report.chunks)
     assert (chunk.id, chunk.finish_reason) == ("a", "cancelled")
+
+
+def test_a_row_that_leaves_to_make_room_comes_back_with_its_grammar(engine: Engine) -> None:
+    """Two rows that together outgrow four blocks of 256 tokens, and alone do not."""
+    grammar = "start: /[a-z]{330}/"
+    prompts = {name: (FIRST_BYTE + ord(name),) * 200 for name in "ab"}
+    requests = [
+        msgspec.structs.replace(request(name, grammar, max_tokens=500), prompt_ids=prompt)
+        for name, prompt in prompts.items()
+    ]
+    alone = {one.id: engine.tokens(one)[one.id] for one in requests}
+    one_byte_a_token = RankKv(rank=0, host="h", budget_bytes=1030, fixed_bytes=0, per_token=((0, 1),))
+    kv = KvBudget(ranks=(one_byte_a_token,))
+    assert engine.tokens(*requests, kv=kv, plans_ahead=2) == alone
+    assert engine.num_preempted > 0 and all(end == "stop" for _, end in alone.values())
+
+
+class CancelSoon(Commands):
+    """Cancels `a` when its admission is planned and not yet applied."""
+
+    num_looks = -1  # since its grammar was ready
+
+    def poll(self) -> EngineCommand | GrammarReady | None:
+        command = super().poll()
+        self.num_looks += isinstance(command, GrammarReady) or (command is None and self.num_looks >= 0)
+        return Cancel(id="a") if command is None and self.num_looks == 2 else command
+
+
+def test_a_cancel_between_a_plan_and_its_step_ends_only_its_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Commands", CancelSoon)
+    plain = request("p", "", max_tokens=40, stop_token_ids=())
+    reports = engine.run(Submit(request=plain), Submit(request=request("a")), plans_ahead=2)
+    chunks = [chunk for report in reports if isinstance(report, Tokens) for chunk in report.chunks]
+    ends = {chunk.id: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
+    assert ends == {"a": "cancelled", "p": "length"}
+    assert sum(len(chunk.token_ids) for chunk in chunks if chunk.id == "p") == 40
