@@ -322,6 +322,7 @@ def test_the_sums_of_a_model_count_as_they_are() -> None:
 
 @settings(max_examples=25, deadline=None)
 @example(speeds=[720 * GB, 100 * GB, 100 * GB], memory=[9, 11, 29], groups=3)
+@example(speeds=[100 * GB, 720 * GB, 100 * GB], memory=[8, 18, 8], groups=3)
 @given(
     speeds=st.lists(rates, min_size=2, max_size=3),
     memory=st.lists(st.integers(8, 40), min_size=3, max_size=3),
