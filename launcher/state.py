@@ -149,6 +149,8 @@ def already_running(name: str, state: UpState | None) -> AlreadyRunningError:
 def all_states(root: Path) -> Iterator[tuple[StateFolder, UpState]]:
     """Every mesh of this user that has an up.json, alive or not, by name."""
     for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if not path.is_dir():  # measurements.json
+            continue
         folder = StateFolder(root, path.name)
         state = folder.read()
         if state is not None:

@@ -41,6 +41,8 @@ def test_what_is_written_is_read_back_and_only_for_this_user(tmp_path: Path) -> 
     assert folder.read() == a_state()
     assert (folder.path / "up.json").stat().st_mode & 0o777 == 0o600
     assert [state.name for _, state in all_states(tmp_path)] == ["m"]
+    (tmp_path / "measurements.json").write_text("{}")  # of `bench --probe`, beside the meshes' folders
+    assert [state.name for _, state in all_states(tmp_path)] == ["m"]
     folder.clear()
     assert folder.read() is None and list(folder.path.iterdir()) == []
 
