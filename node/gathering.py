@@ -115,18 +115,22 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def mismatch(roster: Roster, join: Join) -> str:
-    """Why a host that comes later cannot take part in a mesh that runs: its versions or its model are others
-    than the leader's. '' when they are the same."""
+    """Why a host that comes later cannot take part in a mesh that runs: its versions, its model or its
+    adapter are others than the leader's. '' when they are the same."""
     leader = roster.seats[0].member
     if leader is None or not leader.join.facts.model_digest:
         return ""
     mine, its = leader.join.facts, join.facts
     if its.model_error:
         return f"host {join.host}: {its.model_error}"
+    if its.adapter_error:
+        return f"host {join.host}: {its.adapter_error}"
     if differences := version_differences({roster.seats[0].host: mine.versions, join.host: its.versions}):
         return f"host {join.host} has other versions now:\n{differences}\nInstall the same ones."
     if its.model_digest != mine.model_digest:
         return f"host {join.host} has another model now: copy the folder of {roster.seats[0].host} there."
+    if its.adapter_digest != mine.adapter_digest:
+        return f"host {join.host} has another adapter now: copy the folder of {roster.seats[0].host} there."
     return ""
 
 

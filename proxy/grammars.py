@@ -192,9 +192,11 @@ def _qwen3_coder(writer: _Writer, markup: Markup, calls: Calls) -> str:
     bodies = []
     for tool in calls.tools:
         schema = tool["function"]["parameters"]
-        required = schema.get("required", [])
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise NotConstrainable(f"the parameters of {_name(tool)} are no JSON schema")
         fields = []
-        for key, property_schema in schema.get("properties", {}).items():
+        for key, property_schema in properties.items():
             if not re.fullmatch(r"[^\s<>]+", key):
                 raise NotConstrainable(f"a parameter cannot be named {key!r} in calls of this model")
             value = _qwen_value(writer, property_schema, {k: v for k, v in schema.items() if k == "$defs"})

@@ -125,8 +125,8 @@ def read_choice(choice: Any, tools: tuple[dict[str, Any], ...], param: str = "to
 
 
 def _allowed(given: dict[str, Any], param: str) -> Choice:
-    names = set()
-    for at, tool in enumerate(given.get("tools") or ()):
+    names, tools = set(), given.get("tools")
+    for at, tool in enumerate(tools if isinstance(tools, list) else ()):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(

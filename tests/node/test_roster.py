@@ -20,6 +20,7 @@ from mlx_mesh.mesh.messages import (
     RankExited,
 )
 from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts, Phase, Versions
+from mlx_mesh.node.gathering import mismatch
 from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
 from mlx_mesh.node.status import rank_rows
 
@@ -96,6 +97,25 @@ def test_by_hand_a_host_sits_where_its_rank_is() -> None:
 def test_an_agent_that_does_not_fit_is_told_why(changes: dict[str, Any], words: str) -> None:
     refusal = roster().choose_seat(join(**({"host": "mac2"} | changes)))
     assert isinstance(refusal, str) and words in refusal
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        ({}, ""),
+        ({"model_digest": "other"}, "another model"),
+        ({"model_error": "no such folder"}, "mac2: no such folder"),
+        ({"adapter_digest": "other"}, "another adapter"),
+        ({"adapter_digest": "", "adapter_error": "no such adapter"}, "mac2: no such adapter"),
+        ({"versions": msgspec.structs.replace(VERSIONS, mlx="2")}, "other versions"),
+    ],
+)
+def test_a_host_that_comes_later_must_have_what_the_leader_has(later: Any, words: str) -> None:
+    facts = msgspec.structs.replace(FACTS, model_digest="model", adapter_digest="adapter")
+    books = roster()
+    books.seats[0].member = Member(peer=b"1", join=join("mac1", facts=facts), beat_at=0.0)
+    found = mismatch(books, join("mac2", facts=msgspec.structs.replace(facts, **later)))
+    assert words in found and bool(found) == bool(words)
 
 
 # ---------------------------------------------------------------- ranks

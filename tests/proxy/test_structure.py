@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlx_mesh.proxy.grammars import CAN_FORCE_CALLS, Calls, json_part, whole_grammar
+from mlx_mesh.proxy.grammars import CAN_FORCE_CALLS, Calls, NotConstrainable, json_part, whole_grammar
 from mlx_mesh.proxy.markup import Region
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
@@ -238,3 +238,15 @@ def test_calls_in_a_form_that_is_not_known_well_enough_are_not_forced(
     assert (response.status_code, error["code"]) == (400, "unsupported_parameter") and "pythonic" in error[
         "message"
     ]
+
+
+@pytest.mark.parametrize("wrong", [{"properties": ["a"]}, {"required": 5}])
+def test_parameters_that_are_no_schema_are_refused_where_they_are_written_one_by_one(
+    model_with: Callable[..., ModelTokenizer], families: Any, wrong: dict[str, Any]
+) -> None:
+    family = families.FAMILIES["qwen3_coder"]
+    model = model_with(families.template_of(family), family.special, **dict(family.settings))
+    weather = families.WEATHER["function"]
+    tool = {"type": "function", "function": {**weather, "parameters": {**weather["parameters"], **wrong}}}
+    with pytest.raises(NotConstrainable, match="get_weather are no JSON schema"):
+        whole_grammar(model.markup, model.markup.initial, model.special_token_id, None, Calls((tool,)))

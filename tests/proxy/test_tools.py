@@ -157,6 +157,7 @@ def test_a_turn_with_calls_and_null_content_reaches_the_template(
             {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [3]}},
             "tool_choice.tools[0]",
         ),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": 3}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [ADD, {"type": "function"}]}, "tools[1].function"),
