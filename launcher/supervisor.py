@@ -213,6 +213,7 @@ class Supervisor:
 
     def _start_agent(self, index: int) -> None:
         agent = self._agents[index]
+        agent.started_at = time.monotonic()  # also of a start that fails, which is a short life
         marker = new_marker()
         decoder = msgspec.json.Decoder(LauncherEvent)
 
@@ -229,7 +230,6 @@ class Supervisor:
         process = agent.host.remote.start(words, on_line, lambda exit: self._items.put(_Ended(index, exit)))
         process.send(msgspec.json.encode(self.agent_config(index, marker)) + b"\n")
         agent.process = process
-        agent.started_at = time.monotonic()
 
     def _start_followers(self) -> None:
         def start(index: int) -> None:
