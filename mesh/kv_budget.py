@@ -26,9 +26,8 @@ class RankKv(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     host: str
-    budget_bytes: (
-        int | None
-    )  # what its memory limit leaves beside weights and working memory; None = no limit
+    # What its memory limit leaves beside weights and working memory; None = no limit.
+    budget_bytes: int | None
     fixed_bytes: int  # of a sequence, whatever its length (SSM and convolution states)
     per_token: tuple[tuple[int, int], ...]  # (window in tokens, 0 = the whole context; bytes per token)
 
