@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import quote
 
 from mlx_mesh.launcher.api import Api, ApiError
@@ -13,10 +14,13 @@ POLL_S = 0.5
 CHANGE_S = 900.0
 """A large model is read anew on every host meanwhile."""
 
+PASSING_STATUS = (0, 503)
+"""No answer, or one that the front end cannot give at the moment: while the mesh changes neither is final."""
+
 
 def change_node(api: Api, action: str, host: str, say: Callable[[str], None]) -> None:
     """Raises PlacementError when the model would not fit, ApiError for any other refusal, and MeshError when
-    the changed mesh is not ready after CHANGE_S."""
+    the changed mesh is not ready after CHANGE_S. A leader that cannot answer for a moment is asked again."""
     try:
         reply = api.post(f"/v1/cluster/nodes/{quote(host, safe='')}/{action}")
     except ApiError as error:
@@ -28,15 +32,26 @@ def change_node(api: Api, action: str, host: str, say: Callable[[str], None]) ->
         return
     until = time.monotonic() + CHANGE_S
     while True:
-        status = api.get("/v1/cluster/status")
-        if status["ready"] and status["epoch"] > reply["epoch"]:
-            size = status["world_size"]
-            say(
-                f"Ready again: {size} rank{'s' if size > 1 else ''}, sharding {status['sharding']}, epoch "
-                f"{status['epoch']}" + (f"; {status['lineup']}" if status.get("lineup") else "") + "."
-            )
-            return
-        if time.monotonic() > until:
+        try:
+            status = api.get("/v1/cluster/status")
+        except ApiError as error:
+            if error.status not in PASSING_STATUS:
+                raise
+            reason = str(error)
+        else:
+            if status["ready"] and status["epoch"] > reply["epoch"]:
+                say(_in_words(status))
+                return
             reason = status.get("reason") or "no reason given"
-            raise MeshError(f"The mesh is not ready again after {CHANGE_S:g} s: {reason}.")
+        if time.monotonic() > until:
+            raise MeshError(f"The mesh is not ready again after {CHANGE_S:g} s: {reason.rstrip('.')}.")
         time.sleep(POLL_S)
+
+
+def _in_words(status: dict[str, Any]) -> str:
+    size = status["world_size"]
+    lineup = f"; {status['lineup']}" if status.get("lineup") else ""
+    return (
+        f"Ready again: {size} rank{'s' if size > 1 else ''}, sharding {status['sharding']}, epoch "
+        f"{status['epoch']}{lineup}."
+    )
