@@ -73,7 +73,7 @@ class Switchboard:
         self._logs = logs
         self._now = now
         self._changed = changed
-        self._held: deque[Tokens] = deque()
+        self._held: deque[Tokens | RequestFailed] = deque()  # under --paranoid, in the engine's order
         self._held_epoch = 0
         self.rejected: Counter[str] = Counter()
         """Messages that changed nothing, by what was wrong: sender, rank, epoch or sequence."""
@@ -195,7 +195,7 @@ class Switchboard:
                 return self._desk.is_draining
             case RequestFailed():
                 if is_leader_at_work:
-                    self._desk.take_failure(report)
+                    self._take_failure(report)
                 return self._desk.is_draining
             case StepDigest():
                 self._roster.note_digest(rank, report.step, report.digest)
@@ -205,6 +205,7 @@ class Switchboard:
         if isinstance(report, Heartbeat):
             for step, digest in report.digests:
                 self._roster.note_digest(rank, step, digest)
+            self._release_tokens()
         if isinstance(report, PhaseReached | Progress | EngineFailed):
             self._show(rank)
         return (
@@ -224,13 +225,27 @@ class Switchboard:
         self._held.append(report)
         self._release_tokens()
 
+    def _take_failure(self, report: RequestFailed) -> None:
+        """It must not overtake tokens of its request that are held."""
+        if self._held and self._held_epoch == self._roster.epoch.number:
+            self._held.append(report)
+        else:
+            self._desk.take_failure(report)
+
     def _release_tokens(self) -> None:
         """Under --paranoid, what a step gave waits until all ranks have the same history up to it."""
         epoch = self._roster.epoch
         if self._held_epoch != epoch.number:
             return
-        while self._held and self._held[0].step <= epoch.digests.verified_step:
-            self._pass_on(self._held.popleft())
+        while self._held:
+            first = self._held[0]
+            if isinstance(first, Tokens) and first.step > epoch.digests.verified_step:
+                return
+            self._held.popleft()
+            if isinstance(first, Tokens):
+                self._pass_on(first)
+            else:
+                self._desk.take_failure(first)
 
     def _pass_on(self, report: Tokens) -> None:
         if self._desk.take(report.chunks):
