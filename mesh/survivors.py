@@ -1,9 +1,10 @@
 """Who serves when not every host is there, or more are there than serve. Values in, decision out.
 
 A host is *wanted* when the mesh should run on it: at first all are. One that stays away for longer than
-rejoin_timeout_s, or is drained, is not wanted any more; one that is there and not wanted is a *standby*.
-With `elastic` a standby is taken in by itself, else by `node add`. The first host leads: without it there is
-no mesh, so it is always there. Hosts are told apart by their place in the hostfile; names are for words.
+rejoin_timeout_s, goes away while it is being taken in, or is drained, is not wanted any more; one that is
+there and not wanted is a *standby*. With `elastic` a standby is taken in by itself, else by `node add`. The
+first host leads: without it there is no mesh, so it is always there. Hosts are told apart by their place in
+the hostfile; names are for words.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class HostView:
     name: str
     is_here: bool
     is_wanted: bool = True
+    has_served: bool = True  # since it was taken in
     is_drained: bool = False  # by `node drain`: it comes back by `node add` only
     failure: str = ""  # why the mesh went on without it although it is there; the same holds
     gone_s: float = 0.0  # since its last sign of life
@@ -70,10 +72,11 @@ Decision = Serve | WaitFor | StayDown
 
 def choose(hosts: Sequence[HostView], fits: Fits, rejoin_timeout_s: float, *, elastic: bool) -> Decision:
     """Who takes part in the next epoch. All wanted hosts if they are there; else they are waited for, and
-    then it is who remains, with the standbys when that needs them (or `elastic` would take them anyway)."""
+    then it is who remains, with the standbys when that needs them (or `elastic` would take them anyway). One
+    that went away while it was being taken in is not waited for: the others were fine without it."""
     wanted = [host for host in hosts if host.is_wanted]
     missing = tuple(host for host in wanted if not host.is_here)
-    waiting = [host for host in missing if host.gone_s < rejoin_timeout_s]
+    waiting = [host for host in missing if host.has_served and host.gone_s < rejoin_timeout_s]
     if waiting:
         left_s = min(rejoin_timeout_s - host.gone_s for host in waiting)
         return WaitFor(tuple(host.index for host in waiting), left_s)

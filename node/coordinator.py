@@ -431,6 +431,7 @@ class Coordinator:
         epoch = self.roster.epoch
         epoch.ready_at = self._now()
         self._was_ready = True
+        self._lineup.note_ready()
         self._counters.note_ready(
             self.age(epoch.began_at), None if self._broke_at is None else self.age(self._broke_at)
         )

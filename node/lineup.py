@@ -88,10 +88,16 @@ class Lineup:
                 self.changes["lost"] += 1
                 words.append(f"{seat.host} did not come back ({self._why_gone(seat.index)})")
             seat.is_wanted = serves
+            seat.has_served = seat.has_served and serves
         self._asked.clear()
         if words:
             self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return ", ".join(words)
+
+    def note_ready(self) -> None:
+        """The mesh is ready with all who have ranks."""
+        for seat in self._roster.seats:
+            seat.has_served = bool(seat.ranks)
 
     def wants(self) -> str:
         """While an epoch runs: why the mesh should stop for a moment and go on with other hosts; '' = it
@@ -121,11 +127,12 @@ class Lineup:
             return NodeReply(id=request.id, error=refusal.code, message=str(refusal), epoch=epoch)
         seat, is_drain = self._roster.seats[host.index], request.action == "drain"
         seat.is_drained, seat.failure = is_drain, ""
-        if seat.is_wanted != is_drain:
+        if seat.is_wanted == is_drain:
+            seat.is_wanted = not is_drain
+            self._asked.append(("drained" if is_drain else "added", host.index))
+        elif bool(seat.ranks) != is_drain:  # else it was asked for already, and is still to be done
             words = "does not serve anyway; it stays out until it is added" if is_drain else "serves already"
             return NodeReply(id=request.id, message=f"{host.name} {words}.", epoch=epoch)
-        seat.is_wanted = not is_drain
-        self._asked.append(("drained" if is_drain else "added", host.index))
         words = "without" if is_drain else "with"
         return NodeReply(
             id=request.id,
@@ -164,6 +171,7 @@ class Lineup:
                 name=seat.host,
                 is_here=seat.is_taken,
                 is_wanted=seat.is_wanted,
+                has_served=seat.has_served,
                 is_drained=seat.is_drained,
                 failure=seat.failure,
                 gone_s=max(0.0, now - seat.member.beat_at) if seat.member is not None else 0.0,

@@ -159,6 +159,7 @@ class Seat:
     ranks: tuple[int, ...]
     member: Member | None = None
     is_wanted: bool = True
+    has_served: bool = False  # the mesh was ready with it since it was taken in
     is_drained: bool = False
     failure: str = ""
     num_lost: int = 0

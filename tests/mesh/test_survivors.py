@@ -60,6 +60,13 @@ def test_a_missing_host_is_waited_for_until_rejoin_timeout_s() -> None:
     assert decide(MAC1, gone(MAC2, 61.0), MAC3) == Serve((0, 2))
 
 
+def test_a_host_that_goes_away_while_it_is_taken_in_is_not_waited_for() -> None:
+    assert decide(MAC1, replace(gone(MAC2, 1.0), has_served=False), MAC3) == Serve((0, 2))
+    both = (replace(gone(MAC2, 1.0), has_served=False), gone(MAC3, 20.0))
+    assert decide(MAC1, *both) == WaitFor((2,), 40.0)
+    assert isinstance(decide(MAC1, both[0], MAC3, fits=needs(3)), StayDown)
+
+
 def test_the_wait_is_for_the_last_one_that_may_come_and_ends_with_the_first_that_is_given_up() -> None:
     assert decide(MAC1, gone(MAC2, 20.0), gone(MAC3, 50.0)) == WaitFor((1, 2), 10.0)
     assert decide(MAC1, gone(MAC2, 20.0), gone(MAC3, 61.0)) == WaitFor((1,), 40.0)

@@ -24,6 +24,7 @@ from mlx_mesh.mesh.messages import (
     Failed,
     GenerateRequest,
     HostPlan,
+    Join,
     LauncherEvent,
     MeshConfig,
     MeshReady,
@@ -35,9 +36,11 @@ from mlx_mesh.mesh.messages import (
     StatusReply,
     Submit,
 )
+from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts, Versions
 from mlx_mesh.node.children import Programs
 from mlx_mesh.node.lifecycle import AgentProcess
 from mlx_mesh.node.output import Output
+from mlx_mesh.node.roster import Member, Roster
 
 E = TypeVar("E")
 SECRET = "a secret for tests, long enough"
@@ -322,3 +325,38 @@ def run_mesh(tmp_path: Path, model: Path) -> Callable[[], contextlib.AbstractAsy
             await mesh.close()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def seat_all() -> Callable[[Roster], None]:
+    """Gives every empty seat of a roster an agent that joined at time 0; its socket identity is the host."""
+    facts = HostFacts(
+        hostname="box",
+        system="Linux",
+        machine="x86_64",
+        chip="",
+        memory_bytes=8,
+        usable_memory_bytes=8,
+        addresses=("127.0.0.1",),
+        versions=Versions(mlx_mesh="1", mlx="1", mlx_lm="1", python="3"),
+    )
+
+    def join(host: str, slots: int) -> Join:
+        return Join(
+            protocol=PROTOCOL_VERSION,
+            mesh_name="m",
+            host=host,
+            agent_pid=1,
+            slots=slots,
+            ranks=(),
+            world_size=0,
+            address="127.0.0.1",
+            facts=facts,
+        )
+
+    def seat(roster: Roster) -> None:
+        for place in roster.missing():
+            name = place.plan.name
+            place.member = Member(peer=name.encode(), join=join(name, place.plan.slots), beat_at=0.0)
+
+    return seat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from mlx_mesh.mesh.messages import (
     EngineReport,
     Heartbeat,
     HostPlan,
-    Join,
     MeshConfig,
     RankReport,
     RequestFailed,
@@ -22,22 +22,11 @@ from mlx_mesh.mesh.messages import (
     TokenChunk,
     Tokens,
 )
-from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts, Phase, Versions
+from mlx_mesh.mesh.types import Phase
 from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
-from mlx_mesh.node.roster import Member, Roster
+from mlx_mesh.node.roster import Roster
 from mlx_mesh.node.switchboard import Switchboard
-
-FACTS = HostFacts(
-    hostname="box",
-    system="Linux",
-    machine="x86_64",
-    chip="",
-    memory_bytes=8,
-    usable_memory_bytes=8,
-    addresses=("127.0.0.1",),
-    versions=Versions(mlx_mesh="1", mlx="1", mlx_lm="1", python="3"),
-)
 
 
 class NotingDesk:
@@ -62,24 +51,12 @@ class NotingDesk:
 class Line:
     """A mesh of two ranks that is ready; `say` is what one of them reports."""
 
-    def __init__(self, folder: Path, *, is_paranoid: bool) -> None:
+    def __init__(self, folder: Path, seat_all: Callable[[Roster], None], *, is_paranoid: bool) -> None:
         mesh = MeshConfig(
             name="m", hosts=(HostPlan(name="mac1"), HostPlan(name="mac2")), paranoid=is_paranoid
         )
         self.roster = Roster(mesh)
-        for seat in self.roster.seats:
-            join = Join(
-                protocol=PROTOCOL_VERSION,
-                mesh_name="m",
-                host=seat.host,
-                agent_pid=1,
-                slots=1,
-                ranks=(),
-                world_size=0,
-                address="127.0.0.1",
-                facts=FACTS,
-            )
-            seat.member = Member(peer=seat.host.encode(), join=join, beat_at=0.0)
+        seat_all(self.roster)
         self.desk = NotingDesk()
         channel: Any = None  # nothing is sent
         desk: Any = self.desk
@@ -112,8 +89,8 @@ def tokens(step: int, token: int) -> Tokens:
 FAILED = RequestFailed(id="a", code="grammar_failed", message="no way on")
 
 
-def test_under_paranoid_a_failed_request_waits_for_its_tokens(tmp_path: Path) -> None:
-    line = Line(tmp_path, is_paranoid=True)
+def test_under_paranoid_a_failed_request_waits_for_its_tokens(tmp_path: Path, seat_all: Any) -> None:
+    line = Line(tmp_path, seat_all, is_paranoid=True)
     line.say(0, tokens(1, 11))
     line.say(0, FAILED)
     line.say(0, tokens(2, 12))
@@ -123,8 +100,8 @@ def test_under_paranoid_a_failed_request_waits_for_its_tokens(tmp_path: Path) ->
     assert line.desk.said == ["a 11", "a grammar_failed"]
 
 
-def test_under_paranoid_a_failure_with_nothing_before_it_does_not_wait(tmp_path: Path) -> None:
-    line = Line(tmp_path, is_paranoid=True)
+def test_under_paranoid_a_failure_with_nothing_before_it_does_not_wait(tmp_path: Path, seat_all: Any) -> None:
+    line = Line(tmp_path, seat_all, is_paranoid=True)
     line.say(0, FAILED)
     assert line.desk.said == ["a grammar_failed"]
     line.say(0, tokens(1, 11))
@@ -133,8 +110,8 @@ def test_under_paranoid_a_failure_with_nothing_before_it_does_not_wait(tmp_path:
     assert line.desk.said == ["a grammar_failed"] * 2
 
 
-def test_a_digest_in_a_heartbeat_releases_tokens_too(tmp_path: Path) -> None:
-    line = Line(tmp_path, is_paranoid=True)
+def test_a_digest_in_a_heartbeat_releases_tokens_too(tmp_path: Path, seat_all: Any) -> None:
+    line = Line(tmp_path, seat_all, is_paranoid=True)
     line.say(0, tokens(16, 11))
     for rank in (0, 1):
         assert line.desk.said == []
@@ -143,7 +120,7 @@ def test_a_digest_in_a_heartbeat_releases_tokens_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("report", [tokens(1, 11), FAILED])
-def test_otherwise_nothing_is_held(tmp_path: Path, report: Any) -> None:
-    line = Line(tmp_path, is_paranoid=False)
+def test_otherwise_nothing_is_held(tmp_path: Path, seat_all: Any, report: Any) -> None:
+    line = Line(tmp_path, seat_all, is_paranoid=False)
     line.say(0, report)
     assert len(line.desk.said) == 1
