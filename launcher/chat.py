@@ -20,7 +20,7 @@ PATH = "/v1/chat/completions"
 MAX_IMAGE_BYTES = 20 * 1024 * 1024
 MAX_PIPED_CHARS = 8 * 1024 * 1024
 
-HELP = "Ctrl-C stops an answer, Ctrl-N or /new begins anew, image:/path shows an image, Ctrl-D ends."
+HELP = "Ctrl-C stops an answer, /new (Ctrl-N) begins anew, image:/path shows an image, Ctrl-D ends."
 
 _IMAGE = re.compile(r"(?:^|(?<=\s))image:(?:\"([^\"]+)\"|(\S+))")
 
@@ -182,6 +182,8 @@ def _edit_lines() -> None:
     with contextlib.suppress(ImportError):
         import readline
 
+        if "libedit" in (readline.__doc__ or ""):
+            return  # macOS: it binds keys in another language; /new works
         readline.parse_and_bind('"\\C-n": "\\C-a\\C-k/new\\n"')
 
 

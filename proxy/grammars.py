@@ -18,8 +18,6 @@ from llguidance import LLMatcher
 from mlx_mesh.mesh.errors import MeshError
 from mlx_mesh.proxy.markup import Markup, Region
 
-MAX_GRAMMAR_CHARS = 512 * 1024
-
 _WHITESPACE = r"( |\n[ \t]{0,40})?"
 """Between the items of JSON: none, a space, or a new line with its indentation. Without a bound a model may
 write spaces to the end of its context."""
@@ -77,14 +75,6 @@ def whole_grammar(
     if calls is not None:
         alternatives.append(_calls(writer, markup, calls))
     return writer.finish(f"{_reasoning(writer, markup, region)} ({' | '.join(alternatives)})")
-
-
-def validate(grammar: str) -> str:
-    """'' or what is wrong with it. Takes up to seconds for a large one: not for the event loop."""
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        return f"it is too large: {len(grammar)} characters, the limit is {MAX_GRAMMAR_CHARS}."
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    return messages[0].strip() if is_error else ""
 
 
 class _Writer:
@@ -199,7 +189,8 @@ def _qwen3_coder(writer: _Writer, markup: Markup, calls: Calls) -> str:
         for key, property_schema in properties.items():
             if not re.fullmatch(r"[^\s<>]+", key):
                 raise NotConstrainable(f"a parameter cannot be named {key!r} in calls of this model")
-            value = _qwen_value(writer, property_schema, {k: v for k, v in schema.items() if k == "$defs"})
+            definitions = {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
+            value = _qwen_value(writer, property_schema, definitions)
             field = f'({json.dumps(f"<parameter={key}>", ensure_ascii=False)} "\\n" {value} "\\n")'
             fields.append(field if key in required else f"{field}?")
         bodies.append(f'{json.dumps(f"<function={_name(tool)}>")} "\\n" {" ".join(fields)} "</function>"')

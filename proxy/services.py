@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mlx_mesh.mesh.messages import ProxyConfig
 from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.proxy.errors import ApiError, not_ready, shutting_down
+from mlx_mesh.proxy.grammar_check import GrammarChecker
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.open_answers import OpenAnswers
 from mlx_mesh.proxy.response_store import ResponseStore
@@ -26,6 +27,7 @@ class Services:
     started: int = field(default_factory=lambda: int(time.time()))
     open_answers: OpenAnswers = field(default_factory=OpenAnswers)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
     @property
     def fingerprint(self) -> str:

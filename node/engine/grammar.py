@@ -7,6 +7,7 @@ a thread, because a large grammar takes seconds and other requests must not wait
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,20 @@ class GrammarError(Exception):
     """The grammar cannot be used with this model, or the tokens broke it; the message says how."""
 
 
+STACK_BYTES = 64 * 1024 * 1024
+"""Of the compiling thread: it recurses as deep as the grammar is. The front end tried it with much less."""
+
+
+def _deep_thread() -> ThreadPoolExecutor:
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        executor.submit(int).result()  # the thread begins with its first work
+        return executor
+    finally:
+        threading.stack_size(usual)
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarReady:
     """Comes back to the engine's main thread when the request's grammar is compiled, or cannot be."""
@@ -39,7 +54,7 @@ class Grammars:
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / TOKENIZER_FILE
         self._compiled: dict[str, Future[RowGrammar]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._thread = _deep_thread()
         # Reading a vocabulary takes up to a second: kept for the ids that end a text, which hardly ever vary.
         self._tokenizer = lru_cache(maxsize=4)(self._read_tokenizer)
 
@@ -55,19 +70,27 @@ class Grammars:
         """What `begin` made of a request, once. Raises GrammarError when the grammar cannot be used; None
         for a request that has none under way."""
         future = self._compiled.pop(request_id, None)
-        return None if future is None else future.result()
+        return None if future is None or future.cancelled() else future.result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def drop(self, request_id: str) -> bool:
         """Forget a request; whether there was one."""
-        return self._compiled.pop(request_id, None) is not None
+        future = self._compiled.pop(request_id, None)
+        if future is not None:
+            future.cancel()  # when its turn has not come yet
+        return future is not None
 
     def _compile(
         self, grammar: str, end_ids: tuple[int, ...], vocab_size: int, sent_ids: Sequence[int]
     ) -> RowGrammar:
-        matcher = LLMatcher(self._tokenizer(end_ids, vocab_size), grammar)
+        try:
+            matcher = LLMatcher(self._tokenizer(end_ids, vocab_size), grammar)
+        except GrammarError:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise GrammarError(f"The grammar cannot be used: {error}") from error
         if matcher.is_error():
             raise GrammarError(f"The grammar cannot be used: {matcher.get_error()}")
         row = RowGrammar(matcher, end_ids, vocab_size)

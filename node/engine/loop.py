@@ -259,6 +259,7 @@ class Leader:
 
     def _submit_with_grammar(self, request: GenerateRequest) -> None:
         assert self._grammars is not None
+        self._reporter.compiled_grammar()
         try:
             grammar = self._grammars.take(request.id)
         except GrammarError as error:

@@ -112,6 +112,10 @@ class Reporter:
         """A layer's forward was entered."""
         self.layer = layer
 
+    def compiled_grammar(self) -> None:
+        """Nothing is stuck while grammars are compiled, though no step begins: this shows as progress."""
+        self.layer += 1
+
     def begin_step(self, num_prompt_tokens: int = 0) -> None:
         """A step begins that reads at most so many prompt tokens."""
         self._num_prompt_tokens = num_prompt_tokens

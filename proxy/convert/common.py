@@ -95,7 +95,7 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
             thinking_budget=job.thinking_budget if thinking_end_ids else None,
             thinking_end_ids=thinking_end_ids,
         ),
-        grammar=await grammar_of(tokenizer, job.form, markup, encoded.region),
+        grammar=await grammar_of(services, job.form, markup, encoded.region),
     )
 
 

@@ -45,7 +45,7 @@ async def prepare_completion(services: Services, body: CompletionRequest) -> Pre
         max_time_s=body.max_time_s or 0.0,
     )
     form = form_of(wanted_form(body))
-    grammar = await grammar_of(services.tokenizer, form, Markup(), Region.ANSWER)
+    grammar = await grammar_of(services, form, Markup(), Region.ANSWER)
     prepared = prepare(services, job, prompts, "prompt", continues_prompt=True, grammar=grammar)
     echo = tuple(
         (given if isinstance(given, str) else services.tokenizer.decode(given)) if body.echo else ""

@@ -56,7 +56,7 @@ async def prepare_ollama_generate(services: Services, body: OllamaGenerateReques
         ids = await services.tokenizer.encode(body.prompt, limit=room.num_tokens)
     except PromptTooLong as error:
         raise room.too_long(error.at_least, "prompt") from error
-    grammar = await grammar_of(services.tokenizer, form, Markup(), Region.ANSWER)
+    grammar = await grammar_of(services, form, Markup(), Region.ANSWER)
     sequences = _sequences(services, body)
     return prepare(services, sequences, [ids], "prompt", continues_prompt=True, grammar=grammar)
 

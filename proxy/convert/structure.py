@@ -19,12 +19,11 @@ from mlx_mesh.proxy.grammars import (
     json_part,
     lark_part,
     regex_part,
-    validate,
     whole_grammar,
 )
 from mlx_mesh.proxy.markup import Markup, Region
 from mlx_mesh.proxy.schemas.common import SamplingFields
-from mlx_mesh.proxy.tokenizer import ModelTokenizer
+from mlx_mesh.proxy.services import Services
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -57,20 +56,30 @@ def form_of(answer: AnswerForm | None) -> Form:
     return ANY_FORM if answer is None else Form(answer.part, param=answer.param)
 
 
-async def grammar_of(tokenizer: ModelTokenizer, form: Form, markup: Markup, region: Region) -> str:
-    """The grammar of the whole text, '' for any. Raises ApiError 400 for one that cannot be used, and
-    EncodeTimeout."""
+async def grammar_of(services: Services, form: Form, markup: Markup, region: Region) -> str:
+    """The grammar of the whole text, '' for any. Raises ApiError 400 for one that cannot be used, and 503
+    when many are being looked at."""
     if form == ANY_FORM:
         return ""
+    tokenizer = services.tokenizer
     if not tokenizer.can_constrain:
         raise _unsupported(form.param, "this model has no tokenizer.json, which a grammar needs")
     try:
         grammar = whole_grammar(markup, region, tokenizer.special_token_id, form.answer, form.calls)
     except NotConstrainable as error:
         raise _unsupported(form.param, str(error)) from error
-    if problem := await tokenizer.in_thread(lambda: validate(grammar)):
-        raise invalid(f"Invalid '{form.param}': {problem}", param=form.param, code="invalid_grammar")
+    except RecursionError:
+        raise _bad(form, "it is nested too deeply; make it simpler.") from None
+    if problem := await services.grammars.problem_of(grammar):
+        raise _bad(form, problem)
     return grammar
+
+
+def _bad(form: Form, problem: str) -> ApiError:
+    beside = (
+        f" (together with the request's {len(form.calls.tools)} tools)" if form.calls and form.answer else ""
+    )
+    return invalid(f"Invalid '{form.param}'{beside}: {problem}", param=form.param, code="invalid_grammar")
 
 
 # ---------------------------------------------------------------- what requests say

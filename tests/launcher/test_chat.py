@@ -6,6 +6,8 @@ import base64
 import io
 import os
 import pty
+import select
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -144,25 +146,32 @@ chat.converse(Told(), sys.stdout)
 
 
 def test_ctrl_n_begins_anew_in_a_terminal() -> None:
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-I", "-c", TALK])
+    terminal, inner = pty.openpty()
+    talk = subprocess.Popen([sys.executable, "-I", "-c", TALK], stdin=inner, stdout=inner, stderr=inner)
+    os.close(inner)
+    os.set_blocking(terminal, False)
     seen = b""
 
     def read_until(words: bytes) -> None:
+        """What comes up to these words is done with."""
         nonlocal seen
         give_up = time.monotonic() + 20
         while words not in seen:
-            assert time.monotonic() < give_up, seen
+            assert select.select([terminal], [], [], max(0.0, give_up - time.monotonic()))[0], seen
             seen += os.read(terminal, 1024)
+        seen = seen.partition(words)[2]
 
     try:
         read_until(b"> ")
         os.write(terminal, b"half a question\x0e")
         read_until(b"FORGOTTEN")
+        read_until(b"> ")  # the terminal takes keys for a question again
         os.write(terminal, b"hello\n")
         read_until(b"ASKED 'hello'")
+        read_until(b"> ")
         os.write(terminal, b"\x04")
+        assert talk.wait(20) == 0
     finally:
-        os.waitpid(pid, 0)
+        talk.kill()
+        talk.wait()
         os.close(terminal)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from mlx_mesh.proxy import grammar_check
+from mlx_mesh.proxy.errors import ApiError
 from mlx_mesh.proxy.grammars import CAN_FORCE_CALLS, Calls, NotConstrainable, json_part, whole_grammar
 from mlx_mesh.proxy.markup import Region
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
@@ -121,6 +125,67 @@ def test_a_form_that_cannot_be_is_refused_before_anything_is_generated(
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, code), error
     assert len(plain_front.coordinator.requests) == before
+
+
+def chained(num_rules: int, name: str) -> str:
+    """A grammar that is as deep as it has rules."""
+    rules = [f"{name}{at}: {name}{at + 1}" for at in range(num_rules)]
+    return "\n".join([f"start: {name}0", *rules, f'{name}{num_rules}: "a"'])
+
+
+@pytest.mark.parametrize("name", ["r", "T"])
+def test_a_grammar_that_overflows_a_stack_costs_its_own_request_only(plain_front: Any, name: str) -> None:
+    response = plain_front.chat(guided_grammar=chained(12_000, name))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "invalid_grammar")
+    assert "make it simpler" in error["message"]
+    assert plain_front.chat(guided_grammar=chained(20, name)).status_code == 200
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "_CHILD", [sys.executable, "-I", "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(grammar_check, "CHECK_S", 0.2)
+    problem = asyncio.run(grammar_check.GrammarChecker().problem_of("start: /a/"))
+    assert problem == "it takes longer than 0.2 s to compile; make it simpler."
+
+
+def test_a_schema_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def ask(grammar: str) -> str:
+        asked.append(grammar)
+        return "bad" if grammar == "b" else ""
+
+    async def run() -> list[str]:
+        checker = grammar_check.GrammarChecker()
+        return [await checker.problem_of(grammar) for grammar in ("a", "b", "a", "b")]
+
+    monkeypatch.setattr(grammar_check, "_ask_child", ask)
+    assert asyncio.run(run()) == ["", "bad", "", "bad"] and asked == ["a", "b"]
+
+
+def test_whose_turn_does_not_come_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(grammar: str) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def run() -> None:
+        checker = grammar_check.GrammarChecker()
+        others = [
+            asyncio.create_task(checker.problem_of(str(at))) for at in range(grammar_check.NUM_TOGETHER)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refused:
+            await checker.problem_of("mine")
+        assert (refused.value.status, refused.value.code) == (503, "grammar_check_timeout")
+        assert refused.value.retry_after_s
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    monkeypatch.setattr(grammar_check, "_ask_child", never)
+    monkeypatch.setattr(grammar_check, "TURN_S", 0.05)
+    asyncio.run(run())
 
 
 # ---------------------------------------------------------------- reasoning and calls

@@ -26,8 +26,9 @@ from mlx_mesh.mesh.messages import (
     Submit,
     Tokens,
 )
+from mlx_mesh.node.engine import grammar as grammar_module
 from mlx_mesh.node.engine.exchanges import SoloExchange
-from mlx_mesh.node.engine.grammar import GrammarReady, Grammars, RowGrammar
+from mlx_mesh.node.engine.grammar import GrammarError, GrammarReady, Grammars, RowGrammar
 from mlx_mesh.node.engine.loop import Generation, Leader, NoFollowers
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.scheduler import Scheduler
@@ -266,3 +267,59 @@ def test_a_cancel_between_a_plan_and_its_step_ends_only_its_request(
     ends = {chunk.id: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
     assert ends == {"a": "cancelled", "p": "length"}
     assert sum(len(chunk.token_ids) for chunk in chunks if chunk.id == "p") == 40
+
+
+def test_grammars_are_compiled_one_by_one_and_a_cancelled_one_not_at_all(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, ready = [], threading.Event(), threading.Event()
+
+    def compile_slowly(self: Grammars, grammar: str, *_: Any) -> Any:
+        begun.append(grammar)
+        assert go_on.wait(20)
+        raise GrammarError("told")
+
+    monkeypatch.setattr(Grammars, "_compile", compile_slowly)
+    grammars = Grammars(str(tiny_llama))
+    grammars.begin(request("a", "first"), VOCAB, ready.set)
+    grammars.begin(request("b", "second"), VOCAB, lambda: None)
+    assert grammars.drop("b") and grammars.take("b") is None
+    go_on.set()
+    assert ready.wait(20)
+    with pytest.raises(GrammarError, match="told"):
+        grammars.take("a")
+    grammars.close()
+    assert begun == ["first"]
+
+
+def test_whatever_the_library_raises_fails_the_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panics(*_: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(grammar_module, "LLMatcher", panics)
+    reports = engine.run(Submit(request=request("a")))
+    (failed,) = (report for report in reports if isinstance(report, RequestFailed))
+    assert failed.code == "invalid_grammar" and "index out of bounds" in failed.message
+
+
+def test_a_compiled_grammar_is_progress(engine: Engine) -> None:
+    """Otherwise a leader that only compiles would be taken for stuck."""
+    moved: list[int] = []
+    usual = Reporter.compiled_grammar
+
+    def note(self: Reporter) -> None:
+        before = self.layer
+        usual(self)
+        moved.append(self.layer - before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reporter, "compiled_grammar", note)
+        engine.run(
+            Submit(request=request("a", "start: nobody")), Submit(request=request("b", "start: nobody"))
+        )
+    assert moved == [1, 1]
