@@ -89,6 +89,12 @@ def answer(question: PlanQuestion, environment: Mapping[str, str]) -> Answer:
         raise SettingsError(f"--link {question.link} is not known; use one of {', '.join(LINKS)}.")
     measurements = read_measurements(environment)
     if question.hostfile and not question.memory:
+        for flag, given in (("--nodes", question.num_nodes), ("--chip", question.chip)):
+            if given:
+                raise SettingsError(
+                    f"{flag} {given}: the hosts of {question.hostfile} are asked what they have. Leave it "
+                    "out; or leave the hostfile out, or add --memory, to plan for hosts that are not asked."
+                )
         footprint, hosts, notes, link = _ask_hosts(question, model, measurements, environment)
     else:
         footprint = _ask_here(question, model)
@@ -101,7 +107,7 @@ def answer(question: PlanQuestion, environment: Mapping[str, str]) -> Answer:
         notes = (
             *notes,
             "The link between the hosts is unknown, so nothing that crosses it is predicted: give --link, or "
-            "measure it with `mlx-mesh bench --probe`.",
+            "measure it with `mlx-mesh bench --probe hosts.yaml`.",
         )
     return Answer(found, model, link.name if link else "", tuple(hosts), (*dict.fromkeys(notes),))
 

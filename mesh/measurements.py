@@ -50,6 +50,11 @@ def link_key(one: HostFacts, other: HostFacts) -> str:
     return " - ".join(sorted(facts.hostname for facts in (one, other)))
 
 
+MEASURE = (
+    "`mlx-mesh bench --probe` measures hosts that there are, those of a hostfile or, with --model, this one."
+)
+
+
 def rates_of(facts: HostFacts, measurements: Measurements) -> Rates:
     """Measured, else of the chip's table entry, else unknown."""
     measured = measurements.hosts.get(host_key(facts))
@@ -63,7 +68,7 @@ def rates_of_chip(text: str) -> Rates:
     chip = find_chip(text)
     if chip is None:
         named = f"The chip {text!r} is not in the table" if text else "The chip is not known"
-        return Rates(note=f"{named}, so no speed is predicted; `mlx-mesh bench --probe` measures it.")
+        return Rates(note=f"{named}, so no speed is predicted. {MEASURE}")
     return Rates(
         memory_rate=chip.memory_rate,
         matrix_rate=chip.matrix_rate,

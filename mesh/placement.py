@@ -135,7 +135,8 @@ def _faster(
         unknown = "the link between the hosts is" if speed.link is None else "the hosts' speed is"
         return Sharding.PIPELINE, (
             "pipeline, the default: one exchange a cut and token. Tensor is possible at "
-            f"{speed.num_sums} sums a token, but {unknown} unknown; `mlx-mesh bench --probe` measures it"
+            f"{speed.num_sums} sums a token, but {unknown} unknown; `mlx-mesh bench --probe hosts.yaml` "
+            "measures it"
         )
     assert speed.link is not None
     times = (

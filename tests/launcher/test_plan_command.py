@@ -120,6 +120,16 @@ def test_a_probe_measures_this_machine_and_the_plan_uses_it(
     assert "tok/s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["--nodes", "2"], ["--chip", "M4"]])
+def test_what_hosts_are_asked_is_not_also_given(
+    tiny_llama: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostfile = tmp_path / "hosts.yaml"
+    hostfile.write_text("hosts: [{name: a, local: true}]")
+    assert cli.main(["plan", str(tiny_llama), str(hostfile), *words]) == 2
+    assert f"{' '.join(words)}: the hosts of" in capsys.readouterr().err
+
+
 def test_a_link_is_measured_by_its_round_trip_and_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     has_port = threading.Event()
