@@ -89,6 +89,13 @@ class Verdict:
     """An engine ended on its own account: what it was computing may be the reason."""
     silent_s: float = 0.0
     """For how long there was no sign of life or progress; 0 = the cause was heard of at once."""
+    others: tuple[str, ...] = ()
+    """Hosts that may be at fault as well as `host`, the likeliest first: a link has two ends."""
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """Every host that may be at fault, the likeliest first."""
+        return (self.host, *self.others)
 
     @property
     def wants_stacks(self) -> bool:
@@ -287,19 +294,37 @@ def _stuck_step(ranks: Sequence[RankView], deadlines: Deadlines, open_s: float) 
 
 
 def _lost_peer(ranks: Sequence[RankView]) -> Verdict | None:
-    for view in ranks:
-        failure = view.failure
-        if failure is not None and failure.kind == "peer_lost" and view.failure_age_s > SYMPTOM_GRACE_S:
-            evidence = f"{failure.message} (no rank ended before it: the data link broke)"
-            return Verdict(
-                view.rank,
-                view.host,
-                failure.phase,
-                evidence,
-                kind=VerdictKind.LOST_PEER,
-                silent_s=view.failure_age_s,
-            )
-    return None
+    # The first to lose a peer comes first: the engines that end then let others lose theirs.
+    witnesses = sorted(
+        (view for view in ranks if view.failure is not None and view.failure.kind == "peer_lost"),
+        key=lambda view: -view.failure_age_s,
+    )
+    if not witnesses or witnesses[0].failure_age_s <= SYMPTOM_GRACE_S:
+        return None
+    view, failure = witnesses[0], witnesses[0].failure
+    assert failure is not None
+    return Verdict(
+        view.rank,
+        view.host,
+        failure.phase,
+        f"{failure.message} (no rank ended before it: the data link broke)",
+        kind=VerdictKind.LOST_PEER,
+        silent_s=view.failure_age_s,
+        others=_other_ends(view, witnesses[1:], ranks),
+    )
+
+
+def _other_ends(
+    view: RankView, other_witnesses: Sequence[RankView], ranks: Sequence[RankView]
+) -> tuple[str, ...]:
+    """Hosts to which the lost link of this rank may lead: of those who lost a peer too, or, when nobody did,
+    of its neighbours in the ring."""
+    ends = other_witnesses
+    if not ends:
+        by_rank = {other.rank: other for other in ranks}
+        places = [(view.rank + step) % len(ranks) for step in (1, -1)]
+        ends = [by_rank[place] for place in places if place in by_rank]
+    return tuple(dict.fromkeys(end.host for end in ends if end.host != view.host))
 
 
 def _phase_of(agent: AgentView, ranks: Sequence[RankView]) -> str:

@@ -515,7 +515,7 @@ class Coordinator:
             str(verdict), completed_step=epoch.has_completed_step or is_elsewhere, ready_s=ready_s
         )
         is_final = not verdict.retryable or budget.is_exhausted
-        if is_final and self._was_ready and self._lineup.give_up(verdict.host, str(verdict)):
+        if is_final and self._was_ready and self._give_up_one_of(verdict):
             is_final, budget = False, RestartBudget(self.mesh.max_restarts, was_ready=True)
         self._output.event(EpochEnded(epoch=epoch.number, cause=str(verdict), final=is_final))
         self._desk.pause(f"recovering: {verdict}" if self._was_ready else str(verdict))
@@ -531,6 +531,10 @@ class Coordinator:
         self._next_cause = str(verdict) + self._stacks()
         await self._settle(lambda: self._stop_reason is not None, budget.delay_s)
         return budget
+
+    def _give_up_one_of(self, verdict: Verdict) -> bool:
+        """Go on without the likeliest suspect that the mesh can do without; False when there is none."""
+        return any(self._lineup.give_up(host, str(verdict)) for host in verdict.suspects)
 
     def _count(self, verdict: Verdict) -> None:
         who = f"host {verdict.host}" if verdict.rank is None else f"rank {verdict.rank}"

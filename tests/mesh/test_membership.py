@@ -74,6 +74,26 @@ def test_a_lost_peer_without_a_better_cause_is_a_broken_link() -> None:
     assert verdict is not None and verdict.rank == 0 and "data link broke" in verdict.evidence
 
 
+@pytest.mark.parametrize(
+    ("lost_s", "suspects"),
+    [
+        ({0: 0.6, 1: 0.55, 2: 0.3}, ("mac1", "mac2", "mac3")),  # the third lost an engine that ended
+        ({0: 0.6, 1: 0.3, 2: 0.55}, ("mac1", "mac3", "mac2")),
+        ({1: 0.6, 2: 0.6}, ("mac2", "mac3")),
+        ({0: 0.3, 1: 0.55, 2: 0.6}, ("mac3", "mac2", "mac1")),
+        ({0: 0.6}, ("mac1", "mac2", "mac3")),
+        ({2: 0.6}, ("mac3", "mac1", "mac2")),
+    ],
+)
+def test_either_end_of_a_broken_link_may_be_at_fault(
+    lost_s: dict[int, float], suspects: tuple[str, ...]
+) -> None:
+    lost = failure("peer_lost", Phase.READY)
+    ranks = [rank(n, failure=lost, failure_age_s=lost_s[n]) if n in lost_s else rank(n) for n in range(3)]
+    verdict = judge(ranks, [agent(n) for n in range(3)], LIMITS)
+    assert verdict is not None and verdict.suspects == suspects
+
+
 def test_a_lost_host_explains_its_dead_engine() -> None:
     ranks = [rank(0), rank(1, exited="was killed by SIGKILL")]
     verdict = judge(ranks, [agent(0), agent(1, lost="its connection ended")], LIMITS)

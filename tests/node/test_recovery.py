@@ -118,13 +118,13 @@ async def test_a_request_cancelled_during_a_recovery_is_not_admitted_again(run_m
 async def test_epochs_that_never_complete_a_step_use_up_the_budget(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
         mesh.max_restarts = 1
-        mesh.engine_script = {"*.0.submit": "fail:peer_lost"}
+        mesh.engine_script = {"*.0.submit": "kill"}
         leader, line = await mesh.up()
         line.submit("a", 10)
         assert await line.answer("a") == ([], "failed: mesh_failed")
         await leader.ended()
         [error] = leader.output.all(AgentFailed)
-        assert "rank 0 on mac1" in error.message and "peer_lost" in error.message
+        assert "rank 0 on mac1" in error.message and "SIGKILL" in error.message
         assert [event.final for event in leader.output.all(EpochEnded)] == [False, True]
 
 

@@ -268,3 +268,16 @@ async def test_a_host_whose_engines_end_again_and_again_is_given_up_and_not_the_
         assert "status 7" in status.hosts[1].detail and "node add mac2" in status.hosts[1].detail
         assert (await change(line, "add", "mac2")).is_changing
         assert (await leader.output.wait_for(MeshReady, lambda ready: ready.epoch > 4)).world_size == 3
+
+
+async def test_a_broken_link_between_the_leader_and_a_host_costs_the_host_and_not_the_mesh(
+    run_mesh: Any,
+) -> None:
+    async with run_mesh() as mesh:
+        mesh.max_restarts = 0
+        mesh.engine_script = {"1.*.submit": "fail:peer_lost"}
+        leader, line = await mesh.up()
+        line.submit("a", 5)
+        ready = await next_epoch(leader, 2)
+        assert ready.world_size == 1 and "mac2 failed (rank 0 on mac1" in ready.lineup
+        assert await all_tokens(line, "a") == mesh.undisturbed_tokens(5)
