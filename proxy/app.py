@@ -147,5 +147,8 @@ async def _mesh_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    # The server logs the traceback itself; prompts are not in it.
-    return to_api_error(error).response(request.url.path)
+    # The server logs the traceback itself; prompts are not in it. It closes the connection after that, and a
+    # client that is not told would be reset when it sends its next request.
+    response = to_api_error(error).response(request.url.path)
+    response.headers["connection"] = "close"
+    return response

@@ -264,6 +264,7 @@ def test_a_mistake_of_our_own_is_a_500_with_the_envelope_and_without_details(
     monkeypatch.setattr("mlx_mesh.proxy.answers.openai.ChatAnswer.whole", broken)
     response = front.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert response.headers["connection"] == "close"  # else the next request may be reset
     assert "secret" not in response.text
     monkeypatch.setattr("mlx_mesh.proxy.answers.openai.ChatAnswer.closing", broken)
     with front.http.stream(
