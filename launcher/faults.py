@@ -16,6 +16,7 @@ STEPS = (
     "model",
     "adapter",
     "address",
+    "backend",
 )
 """The steps of reaching a host, in order. A host is told at its first failing one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from mlx_mesh.launcher.remote import (
 from mlx_mesh.launcher.ssh import SshHost, find_route
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.hostfile import HostEntry
-from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts, Versions
+from mlx_mesh.mesh.types import PROTOCOL_VERSION, Backend, HostFacts, Versions
 
 MIN_PYTHON = (3, 11)
 PROBE_TIMEOUT_S = 120.0  # hashing file names and importing mlx on a cold disk
@@ -85,6 +85,8 @@ def check_hosts(config: LaunchConfig) -> Preflight:
             faults, warnings = compare_hosts([host.facts for host in hosts], [_named(host) for host in hosts])
             addresses, address_faults = choose_addresses(_seen(hosts))
             faults += address_faults + _tokenizer_faults(hosts[0])
+            if config.num_ranks > 1:
+                faults += backend_faults({host.entry.name: host.facts for host in hosts}, config.backend)
         if faults:
             order = {entry.name: index for index, entry in enumerate(config.hosts)}
             faults.sort(key=lambda fault: (order[fault.host], STEPS.index(fault.step)))
@@ -330,6 +332,17 @@ def compare_hosts(facts: Sequence[HostFacts], names: Sequence[Named]) -> tuple[l
                 )
             )
     return faults, warnings
+
+
+def backend_faults(facts: Mapping[str, HostFacts], backend: Backend) -> list[HostFault]:
+    """Hosts, by name, whose system cannot have the backend at all."""
+    needed = {Backend.JACCL: "Darwin", Backend.JACCL_RING: "Darwin", Backend.NCCL: "Linux"}.get(backend)
+    what = "NVIDIA GPUs on Linux" if backend is Backend.NCCL else "RDMA over Thunderbolt between Macs"
+    return [
+        HostFault(name, "backend", f"{backend.value} needs {what}; this is {host.system}", "use backend ring")
+        for name, host in facts.items()
+        if needed is not None and host.system != needed
+    ]
 
 
 def _tokenizer_faults(leader: _Probed) -> list[HostFault]:

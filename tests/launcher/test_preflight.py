@@ -15,10 +15,17 @@ import pytest
 from mlx_mesh.launcher.addresses import SeenAddresses, choose_addresses
 from mlx_mesh.launcher.config import LaunchConfig
 from mlx_mesh.launcher.faults import HostFault
-from mlx_mesh.launcher.preflight import Named, check_hosts, close_all, compare_hosts, read_answer
+from mlx_mesh.launcher.preflight import (
+    Named,
+    backend_faults,
+    check_hosts,
+    close_all,
+    compare_hosts,
+    read_answer,
+)
 from mlx_mesh.mesh.errors import ExitCode, PreflightError
 from mlx_mesh.mesh.hostfile import HostEntry
-from mlx_mesh.mesh.types import HostFacts, Versions
+from mlx_mesh.mesh.types import Backend, HostFacts, Versions
 
 FACTS = HostFacts(
     hostname="h",
@@ -92,6 +99,27 @@ def compare(*facts: HostFacts) -> tuple[list[str], list[str]]:
     names = [Named(f"mac{index}", f"/p{index}", "/m") for index in range(1, len(facts) + 1)]
     faults, warnings = compare_hosts(facts, names)
     return [str(fault) for fault in faults], warnings
+
+
+@pytest.mark.parametrize(
+    ("backend", "system", "words"),
+    [
+        (Backend.JACCL, "Linux", ["jaccl needs RDMA over Thunderbolt between Macs; this is Linux"]),
+        (Backend.JACCL_RING, "Linux", ["jaccl-ring needs RDMA"]),
+        (Backend.NCCL, "Darwin", ["nccl needs NVIDIA GPUs on Linux; this is Darwin"]),
+        (Backend.JACCL, "Darwin", []),
+        (Backend.NCCL, "Linux", []),
+        (Backend.RING, "Linux", []),
+        (Backend.AUTO, "Linux", []),
+    ],
+)
+def test_a_backend_that_a_host_cannot_have_is_refused_before_anything_starts(
+    backend: Backend, system: str, words: list[str]
+) -> None:
+    faults = backend_faults({"mac1": msgspec.structs.replace(FACTS, system=system)}, backend)
+    assert len(faults) == len(words)
+    for fault, word in zip(faults, words, strict=True):
+        assert str(fault).startswith("mac1: backend: ") and word in str(fault)
 
 
 def versioned(**changes: Any) -> HostFacts:
