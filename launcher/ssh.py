@@ -192,10 +192,10 @@ class SshProcess:
 
 
 def _relay(channel: paramiko.Channel, far: socket.socket) -> None:
-    """Pass bytes both ways until both sides have ended."""
+    """Pass bytes both ways until both sides have ended. The connection may end at any moment."""
 
     def outwards() -> None:
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             while data := far.recv(65536):
                 channel.sendall(data)
             channel.shutdown_write()
@@ -203,12 +203,13 @@ def _relay(channel: paramiko.Channel, far: socket.socket) -> None:
     with far:
         sender = threading.Thread(target=outwards, daemon=True)
         sender.start()
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             while data := channel.recv(65536):
                 far.sendall(data)
             far.shutdown(socket.SHUT_WR)
         sender.join()
-        channel.close()
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            channel.close()
 
 
 def quote_word(host: str, word: str) -> str:
