@@ -19,21 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving import Answer, ServerError, answering, complete, free_port, mesh_url, running
+from words import WORDS
 
 READY_S = 180.0
-WORDS = (
-    "river",
-    "stone",
-    "window",
-    "garden",
-    "letter",
-    "engine",
-    "morning",
-    "paper",
-    "silver",
-    "market",
-    "bridge",
-)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from words import WORDS
 
 READY_S = 180.0
 RECOVER_S = 120.0
@@ -245,22 +246,9 @@ class Job:
 
 
 def make_jobs(chooser: random.Random, count: int) -> list[Job]:
-    words = [
-        "river",
-        "stone",
-        "window",
-        "garden",
-        "letter",
-        "engine",
-        "morning",
-        "paper",
-        "silver",
-        "market",
-        "bridge",
-    ]
     return [
         Job(
-            prompt=" ".join(chooser.choices(words, k=chooser.choice((3, 10, 40, 150)))),
+            prompt=" ".join(chooser.choices(WORDS, k=chooser.choice((3, 10, 40, 150)))),
             seed=None if number % 2 else chooser.randrange(1 << 30),
             max_tokens=chooser.choice((20, 60, 120)),
         )
