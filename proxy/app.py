@@ -6,7 +6,8 @@ import asyncio
 import re
 import uuid
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -60,6 +61,7 @@ def build_app(services: Services) -> ASGIApp:
     app.state.services = services
     for router in _ROUTERS:
         app.include_router(router)
+        _add_without_version(app, router)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MeshError, _mesh_error)
     app.add_exception_handler(Exception, _unexpected)
@@ -79,7 +81,19 @@ def build_app(services: Services) -> ASGIApp:
             expose_headers=(WORLD_SIZE_HEADER, REQUEST_ID_HEADER, "retry-after"),
         )
     paths = frozenset(str(getattr(route, "path", "")) for router in _ROUTERS for route in router.routes)
-    return Marks(guarded, services, paths)
+    return Marks(guarded, services, paths | {path.removeprefix("/v1") for path in paths})
+
+
+def _add_without_version(app: FastAPI, router: APIRouter) -> None:
+    """Clients whose base URL lacks `/v1` find every route, too."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and route.path.startswith("/v1/"):
+            app.add_api_route(
+                route.path.removeprefix("/v1"),
+                route.endpoint,
+                methods=sorted(route.methods or ()),
+                include_in_schema=False,
+            )
 
 
 class Marks:

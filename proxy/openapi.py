@@ -40,13 +40,8 @@ _ERRORS = {
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Every path under its full name (`/v1/...`); those without it mean the same."""
+    """Every path under its full name (`/v1/...`); those without it mean the same and are left out."""
     described = copy.deepcopy(app.openapi())
-    described["paths"] = {
-        path: methods
-        for path, methods in described["paths"].items()
-        if f"/v1{path}" not in described["paths"]
-    }
     for methods in described["paths"].values():
         for operation in methods.values():
             operation["responses"] = {"200": {"description": "The answer."}, **_ERRORS}

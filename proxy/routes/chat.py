@@ -20,7 +20,6 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-@router.post("/chat/completions")
 async def chat_completions(request: Request) -> Response:
     services = services_of(request)
     body = parse(CHAT_FIELDS, ChatRequest, await read_body(request))

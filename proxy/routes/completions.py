@@ -16,7 +16,6 @@ router = APIRouter()
 
 
 @router.post("/v1/completions")
-@router.post("/completions")
 async def completions(request: Request) -> Response:
     services = services_of(request)
     body = parse(COMPLETION_FIELDS, CompletionRequest, await read_body(request))

@@ -23,7 +23,6 @@ router = APIRouter()
 
 
 @router.post("/v1/messages")
-@router.post("/messages")
 async def messages(request: Request) -> Response:
     services = services_of(request)
     body = parse(MESSAGES_FIELDS, MessagesRequest, await read_body(request))
@@ -38,7 +37,6 @@ async def messages(request: Request) -> Response:
 
 
 @router.post("/v1/messages/count_tokens")
-@router.post("/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of such a request has; nothing is generated."""
     services = services_of(request)

@@ -17,7 +17,6 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-@router.get("/models")
 async def list_models(request: Request) -> Response:
     services = services_of(request)
     return json_response(
@@ -26,7 +25,6 @@ async def list_models(request: Request) -> Response:
 
 
 @router.get("/v1/models/{name:path}")
-@router.get("/models/{name:path}")
 async def one_model(request: Request, name: str) -> Response:
     services = services_of(request)
     services.require_model(name)

@@ -22,7 +22,6 @@ router = APIRouter()
 
 
 @router.post("/v1/responses")
-@router.post("/responses")
 async def responses(request: Request) -> Response:
     services = services_of(request)
     body = parse(RESPONSES_FIELDS, ResponsesRequest, await read_body(request))
@@ -45,7 +44,6 @@ async def responses(request: Request) -> Response:
 
 
 @router.post("/v1/responses/input_tokens")
-@router.post("/responses/input_tokens")
 async def input_tokens(request: Request) -> Response:
     """How many tokens the prompt of such a request has; nothing is generated."""
     services = services_of(request)
@@ -56,13 +54,11 @@ async def input_tokens(request: Request) -> Response:
 
 
 @router.get("/v1/responses/{response_id}")
-@router.get("/responses/{response_id}")
 async def stored_response(request: Request, response_id: str) -> Response:
     return json_response(_stored(request, response_id).body)
 
 
 @router.get("/v1/responses/{response_id}/input_items")
-@router.get("/responses/{response_id}/input_items")
 async def input_items(request: Request, response_id: str) -> Response:
     """The items that the request itself had, the newest first, as OpenAI lists them."""
     items = [
@@ -82,7 +78,6 @@ async def input_items(request: Request, response_id: str) -> Response:
 
 
 @router.delete("/v1/responses/{response_id}")
-@router.delete("/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
     _stored(request, response_id)
     services_of(request).responses.remove(response_id)
@@ -90,7 +85,6 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 @router.post("/v1/responses/{response_id}/cancel")
-@router.post("/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
     if not services_of(request).open_answers.cancel(response_id):
         raise _not_found(response_id)

@@ -45,6 +45,7 @@ RESPONSES_FIELDS = FieldPolicy(
         "moderation": Refused("nothing is moderated."),
         "prompt": Refused("no prompts are stored here."),
         "truncation": Refused("nothing of a conversation is left out.", ("disabled",)),
+        "personality": Refused("the model has the one that its prompt gives it."),
         "access_programs": Refused("there are no such programs."),
     },
     ignored={

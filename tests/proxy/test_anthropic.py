@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
 
 from mlx_mesh.mesh.messages import Failed, GenerateRequest, TokenChunk
-from mlx_mesh.proxy.schemas.fields import FieldPolicy
-from mlx_mesh.proxy.schemas.messages import COUNT_FIELDS, MESSAGES_FIELDS
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
 IdsOf = Callable[[str], list[int]]
@@ -335,16 +331,3 @@ def test_an_error_in_a_stream_is_raised_by_the_client(start_front: Any, ids_of: 
         client.messages.stream(model="local", **USER) as stream,
     ):
         stream.get_final_message()
-
-
-@pytest.mark.parametrize(
-    ("policy", "schema"),
-    [
-        (MESSAGES_FIELDS, message_create_params.MessageCreateParamsBase),
-        (COUNT_FIELDS, message_count_tokens_params.MessageCountTokensParams),
-    ],
-)
-def test_every_field_of_anthropics_schema_has_exactly_one_fate(policy: FieldPolicy, schema: Any) -> None:
-    fates = [set(policy.honoured), set(policy.refused), set(policy.ignored)]
-    assert sum(map(len, fates)) == len(set.union(*fates)), "a field is in two lists"
-    assert set(typing.get_type_hints(schema)) <= set.union(*fates)

@@ -7,15 +7,12 @@ import json
 import re
 import socket
 import threading
-import typing
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from openai.types import completion_create_params as text_params
-from openai.types.chat import completion_create_params as chat_params
 from starlette.requests import Request
 
 from mlx_mesh.mesh.errors import SettingsError
@@ -27,7 +24,6 @@ from mlx_mesh.proxy.auth import Guard
 from mlx_mesh.proxy.errors import ApiError
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS
-from mlx_mesh.proxy.schemas.fields import FieldPolicy
 from mlx_mesh.proxy.schemas.messages import COUNT_FIELDS, MESSAGES_FIELDS
 from mlx_mesh.proxy.schemas.ollama import OLLAMA_CHAT_FIELDS, OLLAMA_GENERATE_FIELDS, OPTION_FIELDS
 from mlx_mesh.proxy.schemas.responses import RESPONSES_FIELDS
@@ -136,20 +132,6 @@ def test_capabilities_say_what_is_honoured_refused_and_ignored(plain_front: Any)
     chat = body["endpoints"]["/v1/chat/completions"]
     assert chat["available"] and "temperature" in chat["fields"]["honoured"]
     assert "modalities" in chat["fields"]["refused"] and "user" in chat["fields"]["ignored"]
-
-
-@pytest.mark.parametrize(
-    ("policy", "schema"),
-    [
-        (CHAT_FIELDS, chat_params.CompletionCreateParamsBase),
-        (COMPLETION_FIELDS, text_params.CompletionCreateParamsBase),
-    ],
-)
-def test_every_field_of_openais_schema_has_exactly_one_fate(policy: FieldPolicy, schema: Any) -> None:
-    fates = [set(policy.honoured), set(policy.refused), set(policy.ignored)]
-    assert sum(map(len, fates)) == len(set.union(*fates)), "a field is in two lists"
-    official = set(typing.get_type_hints(schema)) | {"stream"}
-    assert official <= set.union(*fates)
 
 
 def test_the_documentation_names_every_field_and_header() -> None:
