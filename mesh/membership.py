@@ -6,7 +6,8 @@ The coordinator turns what it heard into `RankView` and `AgentView`; ages are se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -301,30 +302,44 @@ def _lost_peer(ranks: Sequence[RankView]) -> Verdict | None:
     )
     if not witnesses or witnesses[0].failure_age_s <= SYMPTOM_GRACE_S:
         return None
-    view, failure = witnesses[0], witnesses[0].failure
+    first, failure = witnesses[0], witnesses[0].failure
     assert failure is not None
+    by_rank = {view.rank: view for view in ranks}
+    links = _broken_links(witnesses, by_rank.keys())
+    num_links = Counter(end for link in links for end in link)
+    # In doubt the one that spoke first; whoever is at the end of several broken links explains them all.
+    most = max((first.rank, *num_links), key=lambda end: num_links[end])
+    culprit = by_rank[most] if num_links[most] > 1 else first
+    if culprit is first:
+        evidence = failure.message
+    else:
+        ends = sorted(link[0] for link in links if culprit.rank in link)
+        evidence = f"the engines of ranks {', '.join(map(str, ends))} lost the connection to its engine"
+    order = [first.rank, *(end for link in links for end in link), *(view.rank for view in witnesses)]
+    if len(set(order)) == 1:  # nobody knows where the link led
+        order += [(first.rank + step) % len(ranks) for step in (1, -1)]
+    order.sort(key=lambda end: -num_links[end])
+    hosts = [by_rank[end].host for end in order if end in by_rank]
     return Verdict(
-        view.rank,
-        view.host,
+        culprit.rank,
+        culprit.host,
         failure.phase,
-        f"{failure.message} (no rank ended before it: the data link broke)",
+        f"{evidence} (no rank ended before it: the data link broke)",
         kind=VerdictKind.LOST_PEER,
-        silent_s=view.failure_age_s,
-        others=_other_ends(view, witnesses[1:], ranks),
+        silent_s=first.failure_age_s,
+        others=tuple(dict.fromkeys(host for host in hosts if host != culprit.host)),
     )
 
 
-def _other_ends(
-    view: RankView, other_witnesses: Sequence[RankView], ranks: Sequence[RankView]
-) -> tuple[str, ...]:
-    """Hosts to which the lost link of this rank may lead: of those who lost a peer too, or, when nobody did,
-    of its neighbours in the ring."""
-    ends = other_witnesses
-    if not ends:
-        by_rank = {other.rank: other for other in ranks}
-        places = [(view.rank + step) % len(ranks) for step in (1, -1)]
-        ends = [by_rank[place] for place in places if place in by_rank]
-    return tuple(dict.fromkeys(end.host for end in ends if end.host != view.host))
+def _broken_links(witnesses: Sequence[RankView], known: Collection[int]) -> list[tuple[int, int]]:
+    """(who lost it, whom it lost), in the order in which they said so. Whoever lost an engine that had said
+    so before lost it because that one ended: no link of theirs is broken."""
+    links, told = [], set()
+    for view in witnesses:
+        told.add(view.rank)
+        lost = view.failure.lost_ranks if view.failure is not None else ()
+        links += [(view.rank, rank) for rank in lost if rank in known and rank not in told]
+    return links
 
 
 def _phase_of(agent: AgentView, ranks: Sequence[RankView]) -> str:

@@ -359,6 +359,8 @@ class EngineFailed(Message, frozen=True):
     phase: Phase
     kind: Literal["config", "memory", "peer_lost", "stray_peer", "bind", "version", "internal"]
     message: str
+    lost_ranks: tuple[int, ...] = ()
+    """Of peer_lost: whose engines it lost, as far as it can tell."""
 
 
 EngineReport = (

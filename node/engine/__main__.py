@@ -33,7 +33,7 @@ from mlx_mesh.node.engine.backend import (
     offered_backends,
 )
 from mlx_mesh.node.engine.commands import Commands
-from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EXIT_STATUS, FailureKind, describe
+from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EXIT_STATUS, EngineError, describe
 from mlx_mesh.node.engine.light import import_mlx_lm
 from mlx_mesh.node.engine.report import HeartbeatThread, Reporter, read_memory
 from mlx_mesh.node.pipe import BlockingPipe
@@ -70,8 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         shutdown(engine)
     except BaseException as error:  # the outermost frame: whatever it is, the agent must know
         traceback.print_exc()
-        kind, message = describe(error)
-        end(reporter, kind, message)
+        end(reporter, describe(error))
     return 0
 
 
@@ -105,17 +104,22 @@ def run(engine: Engine) -> None:
 
     config, commands, reporter = engine.config, engine.commands, engine.reporter
 
-    def on_fatal(kind: FailureKind, message: str) -> None:
-        end(reporter, kind, message)
+    def on_fatal(error: EngineError) -> None:
+        end(reporter, error)
 
     channels = phases.connect(config, commands, reporter, on_fatal)
-    phases.join_plans(config, channels, commands, on_fatal)
-    command, shard = phases.load(config, channels, commands, reporter)
-    loop = phases.warm_up(config, channels, command, shard, commands, reporter)
-    if isinstance(loop, Leader):
-        loop.run(commands)
-    else:
-        loop.run()
+    try:
+        phases.join_plans(config, channels, commands, on_fatal)
+        command, shard = phases.load(config, channels, commands, reporter)
+        loop = phases.warm_up(config, channels, command, shard, commands, reporter)
+        if isinstance(loop, Leader):
+            loop.run(commands)
+        else:
+            loop.run()
+    except RuntimeError as error:  # MLX's, which does not say whom it lost
+        if (ended := describe(error)).kind != "peer_lost":
+            raise
+        raise EngineError("peer_lost", str(ended), channels.group.hung_up()) from error
     channels.close()  # not after an error: that ends the process by os._exit
 
 
@@ -127,13 +131,13 @@ def shutdown(engine: Engine) -> None:
     engine.reporter.send(engine.reporter.heartbeat())
 
 
-def end(reporter: Reporter, kind: FailureKind, message: str) -> NoReturn:
+def end(reporter: Reporter, error: EngineError) -> NoReturn:
     """Report and end the process without its destructors: MLX's may wait for a peer that is gone.
     Of several threads the first one is heard."""
     _ending.acquire()
-    print(f"engine: {message}", file=sys.stderr, flush=True)
-    reporter.failed(kind, message)
-    os._exit(EXIT_STATUS[kind])
+    print(f"engine: {error}", file=sys.stderr, flush=True)
+    reporter.failed(error)
+    os._exit(EXIT_STATUS[error.kind])
 
 
 def read_config(sock: socket.socket) -> EngineConfig:

@@ -32,11 +32,12 @@ EXIT_AGENT_GONE = 9
 
 
 class EngineError(MeshError):
-    """An engine cannot go on; `kind` goes into its EngineFailed report."""
+    """An engine cannot go on; `kind` and `lost_ranks` go into its EngineFailed report."""
 
-    def __init__(self, kind: FailureKind, message: str) -> None:
+    def __init__(self, kind: FailureKind, message: str, lost_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.kind: FailureKind = kind
+        self.lost_ranks = lost_ranks
 
 
 _PEER_LOST = ("connection to a peer was lost", "closed by the peer", "[ring] connection")
@@ -50,11 +51,13 @@ _NO_MEMORY = (
 )
 
 
-def describe(error: BaseException) -> tuple[FailureKind, str]:
-    """Kind and message of whatever ended an engine. MLX raises plain RuntimeErrors, told apart by text."""
+def describe(error: BaseException) -> EngineError:
+    """Whatever ended an engine, with its kind. MLX raises plain RuntimeErrors, told apart by text."""
+    return error if isinstance(error, EngineError) else EngineError(*_kind_and_words(error))
+
+
+def _kind_and_words(error: BaseException) -> tuple[FailureKind, str]:
     text = str(error) or type(error).__name__
-    if isinstance(error, EngineError):
-        return error.kind, text
     if isinstance(error, (PlacementError, PreflightError, SettingsError)):
         return "config", text
     if isinstance(error, BringUpError):  # a checked exchange went wrong

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +24,7 @@ from mlx_mesh.mesh.messages import Connect
 from mlx_mesh.mesh.types import Backend
 from mlx_mesh.node.engine.exchanges import CollectiveExchange, DataExchange, RingExchange, SoloExchange
 from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.neighbours import hung_up, ring_links
 
 CHECK_S = 10.0
 """The checked collective takes milliseconds; after this a stranger sits at the other end of a connection."""
@@ -48,6 +49,13 @@ class DataGroup:
     backend: Backend
     exchange: DataExchange
     has_neighbour_sends: bool  # False: a transfer takes part of all ranks, so at most two of them
+    links: dict[int, int] = field(default_factory=dict)  # the ring's, see neighbours.ring_links
+
+    def hung_up(self) -> tuple[int, ...]:
+        """After a collective failed: the ranks that closed their connection, as far as it can be seen."""
+        if self.world_size == 2:
+            return (1 - self.rank,)
+        return hung_up(self.links)
 
 
 def form_group(connect: Connect, on_stuck: Callable[[str], None]) -> DataGroup:
@@ -77,7 +85,12 @@ def form_group(connect: Connect, on_stuck: Callable[[str], None]) -> DataGroup:
     _check_collectives(connect, group, on_stuck)
     exchange = RingExchange(group) if name == "ring" else CollectiveExchange(group)
     return DataGroup(
-        connect.rank, connect.world_size, connect.backend, exchange, has_neighbour_sends=name == "ring"
+        connect.rank,
+        connect.world_size,
+        connect.backend,
+        exchange,
+        has_neighbour_sends=name == "ring",
+        links=ring_links(connect.addresses, connect.rank) if name == "ring" else {},
     )
 
 
@@ -180,6 +193,7 @@ def _init_error(connect: Connect, error: RuntimeError) -> EngineError:
         "peer_lost",
         f"Rank {connect.rank} ({own}) cannot reach rank {peer} at {where}: {text}. "
         "Check that the hosts reach each other on these addresses and that no firewall is between them.",
+        (peer,),
     )
 
 

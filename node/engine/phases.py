@@ -20,11 +20,11 @@ from mlx_mesh.mesh.messages import (
 )
 from mlx_mesh.mesh.types import Phase, Sharding
 from mlx_mesh.node.engine.commands import Commands
-from mlx_mesh.node.engine.failure import EngineError, FailureKind
+from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.grammar import Grammars
 from mlx_mesh.node.engine.group import DataGroup, form_group
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader, NoFollowers
-from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver
+from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver, lost_engine
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.scheduler import Scheduler
 from mlx_mesh.node.engine.shard import LoadedShard, check_cuts, load_shard
@@ -38,7 +38,7 @@ WARM_UP_REQUEST = GenerateRequest(
 )
 
 
-OnFatal = Callable[[FailureKind, str], None]
+OnFatal = Callable[[EngineError], None]
 """Reports and ends the process, from any thread: the main one may hang in a collective for ever."""
 
 
@@ -65,9 +65,9 @@ def connect(config: EngineConfig, commands: Commands, reporter: Reporter, on_fat
         )
     reporter.enter(Phase.CONNECTING)
     reporter.send(reporter.heartbeat())  # the last one until the group is there, see HeartbeatThread
-    channels = Channels(form_group(command, lambda message: on_fatal("stray_peer", message)))
+    channels = Channels(form_group(command, lambda message: on_fatal(EngineError("stray_peer", message))))
     if config.world_size > 1 and config.rank == 0:
-        channels.plans = publisher = PlanPublisher(config, lambda message: on_fatal("peer_lost", message))
+        channels.plans = publisher = PlanPublisher(config, lambda rank: on_fatal(lost_engine(rank)))
         reporter.reached(Phase.CONNECTED, plan_endpoint=publisher.endpoint)
     else:
         reporter.reached(Phase.CONNECTED)
@@ -78,7 +78,7 @@ def join_plans(config: EngineConfig, channels: Channels, commands: Commands, on_
     """On a follower: go to the leader's plan channel."""
     if config.rank > 0:
         endpoint = commands.expect(JoinPlans).endpoint
-        channels.plans = PlanReceiver(config, endpoint, lambda message: on_fatal("peer_lost", message))
+        channels.plans = PlanReceiver(config, endpoint, lambda rank: on_fatal(lost_engine(rank)))
 
 
 def load(

@@ -26,9 +26,9 @@ HELLO_S = 30.0
 FAREWELL_S = 5.0
 """From the stop plan until the followers have left; a leader that left first would look like a dead one."""
 
-OnLost = Callable[[str], None]
-"""Called from the watching thread, once, with what to tell people. The main thread may hang in a collective,
-so the callee has to report and end the process."""
+OnLost = Callable[[int], None]
+"""Called from the watching thread, once, with the rank that is gone. The main thread may hang in a
+collective, so the callee has to report and end the process (`lost_engine`)."""
 
 _hello_decoder = msgspec.msgpack.Decoder(PlanHello)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
@@ -84,6 +84,7 @@ class PlanPublisher:
                     "peer_lost",
                     f"The engines of ranks {ranks} did not join the plan channel at {self.endpoint} within "
                     f"{deadline_s:g} s. Check that their hosts reach this address.",
+                    tuple(sorted(missing)),
                 )
             identity, *frames = self._socket.recv_multipart(copy=False)
             rank = check_hello(identity.bytes, [frame.bytes for frame in frames], self._epoch, missing)
@@ -106,7 +107,7 @@ class PlanPublisher:
             try:
                 self._socket.send_multipart([_identity(rank), body])
             except zmq.ZMQError as error:
-                raise EngineError("peer_lost", f"{lost_message(rank)} ({error})") from error
+                raise lost_engine(rank, f" ({error})") from error
 
     def close(self) -> None:
         """After the stop plan: wait until the followers have left, then close."""
@@ -127,7 +128,7 @@ class PlanPublisher:
             is_expected = self._is_ending
             self._changed.notify_all()
         if rank is not None and not is_expected:
-            self._on_lost(lost_message(rank))
+            self._on_lost(rank)
 
 
 class PlanReceiver:
@@ -172,12 +173,16 @@ class PlanReceiver:
             self._has_joined = True
         elif event == zmq.EVENT_DISCONNECTED and self._has_joined and not self._is_ending:
             self._is_ending = True  # zmq may connect and lose again; once is enough
-            self._on_lost(lost_message(0))
+            self._on_lost(0)
 
 
-def lost_message(rank: int) -> str:
+def lost_engine(rank: int, detail: str = "") -> EngineError:
     """For an engine whose connection ended."""
-    return f"The engine of rank {rank} left the plan channel: it is gone. See the log of rank {rank}."
+    return EngineError(
+        "peer_lost",
+        f"The engine of rank {rank} left the plan channel: it is gone. See the log of rank {rank}.{detail}",
+        (rank,),
+    )
 
 
 def _identity(rank: int) -> bytes:

@@ -21,7 +21,7 @@ from mlx_mesh.mesh.messages import (
     StepDigest,
 )
 from mlx_mesh.mesh.types import Phase
-from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, FailureKind
+from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EngineError
 from mlx_mesh.node.engine.pace import Pace
 from mlx_mesh.node.pipe import BlockingPipe
 
@@ -144,9 +144,11 @@ class Reporter:
         elif step % CHECKPOINT_STEPS == 0:
             self._checkpoints.append((step, digest))
 
-    def failed(self, kind: FailureKind, message: str) -> None:
+    def failed(self, error: EngineError) -> None:
         """The last report."""
-        self.send(EngineFailed(phase=self.phase, kind=kind, message=message))
+        self.send(
+            EngineFailed(phase=self.phase, kind=error.kind, message=str(error), lost_ranks=error.lost_ranks)
+        )
         self.phase = Phase.FAILED
 
     def heartbeat(self) -> Heartbeat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlx_mesh.mesh.membership import (
@@ -92,6 +93,31 @@ def test_either_end_of_a_broken_link_may_be_at_fault(
     ranks = [rank(n, failure=lost, failure_age_s=lost_s[n]) if n in lost_s else rank(n) for n in range(3)]
     verdict = judge(ranks, [agent(n) for n in range(3)], LIMITS)
     assert verdict is not None and verdict.suspects == suspects
+
+
+@pytest.mark.parametrize(
+    ("lost", "suspects"),
+    [
+        ({0: (0.6, (2,))}, ("mac1", "mac3")),  # not the neighbour on the other side
+        ({0: (0.6, (2,)), 1: (0.55, (0,))}, ("mac1", "mac3", "mac2")),  # rank 1 lost one that had ended
+        ({2: (0.6, (0,)), 0: (0.55, (2,)), 1: (0.5, (2,))}, ("mac3", "mac1", "mac2")),
+        ({1: (0.6, (2,)), 0: (0.55, (2,))}, ("mac3", "mac2", "mac1")),  # one host explains both
+        ({0: (0.6, (1,)), 2: (0.55, (1,)), 1: (0.5, ())}, ("mac2", "mac1", "mac3")),
+        ({0: (0.6, ()), 1: (0.55, (2,))}, ("mac1", "mac2", "mac3")),
+        ({0: (0.6, (7,))}, ("mac1", "mac2", "mac3")),  # no such rank
+    ],
+)
+def test_whom_an_engine_says_it_lost_is_suspected_before_others(
+    lost: dict[int, tuple[float, tuple[int, ...]]], suspects: tuple[str, ...]
+) -> None:
+    ranks = [rank(n) for n in range(3)]
+    for n, (age_s, lost_ranks) in lost.items():
+        told = msgspec.structs.replace(failure("peer_lost", Phase.READY), lost_ranks=lost_ranks)
+        ranks[n] = rank(n, failure=told, failure_age_s=age_s)
+    verdict = judge(ranks, [agent(n) for n in range(3)], LIMITS)
+    assert verdict is not None and verdict.suspects == suspects
+    if verdict.rank not in (0, max(lost, key=lambda n: lost[n][0])):
+        assert "lost the connection to its engine" in verdict.evidence
 
 
 def test_a_lost_host_explains_its_dead_engine() -> None:

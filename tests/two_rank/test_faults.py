@@ -42,7 +42,7 @@ def test_the_survivor_of_a_killed_engine_says_peer_lost_and_ends(
         mesh.engines[victim].process.kill()
         survivor = mesh.engines[1 - victim]
         failure = survivor.wait_for_kind(EngineFailed)
-        assert (failure.phase, failure.kind) == (Phase.READY, "peer_lost")
+        assert (failure.phase, failure.kind, failure.lost_ranks) == (Phase.READY, "peer_lost", (victim,))
         assert survivor.wait_for_exit() == EXIT_STATUS["peer_lost"]
         assert time.monotonic() - killed < ENDS_WITHIN_S
 
@@ -121,7 +121,8 @@ def test_the_death_of_one_follower_of_two_ends_everyone(bench: Any, tiny_llama: 
         mesh.connect()
         mesh.load(tiny_llama, bench.split(Sharding.PIPELINE, 6, [2, 2, 2]))
         mesh.engines[2].process.kill()  # nobody computes: only the plan channel can tell
-        assert "rank 2" in mesh.leader.wait_for_kind(EngineFailed).message
+        failure = mesh.leader.wait_for_kind(EngineFailed)
+        assert "rank 2" in failure.message and failure.lost_ranks == (2,)
         assert mesh.leader.wait_for_exit() == EXIT_STATUS["peer_lost"]
         assert mesh.engines[1].wait_for_exit() == EXIT_STATUS["peer_lost"]
 

@@ -28,6 +28,7 @@ from mlx_mesh.mesh.messages import (
 )
 from mlx_mesh.node.engine import grammar as grammar_module
 from mlx_mesh.node.engine.exchanges import SoloExchange
+from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.grammar import GrammarError, GrammarReady, Grammars, RowGrammar
 from mlx_mesh.node.engine.loop import Generation, Leader, NoFollowers
 from mlx_mesh.node.engine.report import Reporter
@@ -113,7 +114,7 @@ class Engine:
         leader.run(Commands(*commands, num_ready=len(with_grammar) if num_ready is None else num_ready))
         assert not generation.grammars, "of requests that are over"
         self.num_preempted = reporter.num_preempted
-        reporter.failed("internal", THE_END)
+        reporter.failed(EngineError("internal", THE_END))
         listener.join(30)
         return reports
 
