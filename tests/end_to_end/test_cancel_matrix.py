@@ -152,19 +152,16 @@ def try_cell(mesh: Any, cell: Cell) -> None:
 
 
 def try_cells(mesh: Any, cells: list[Cell]) -> None:
-    queued = [cell for cell in cells if cell.moment == "queue"]
-    blocker = Asked(mesh, "the one that runs", True, temperature=0)
-    blocker.wait_for_text()
-    for cell in queued:
-        if status(mesh)["num_open"] == 0:  # it came to its end
-            blocker = Asked(mesh, "the next that runs", True, temperature=0)
-            blocker.wait_for_text()
-        try_cell(mesh, cell)
-    blocker.socket.close()
-    wait_until_nothing_is_left(mesh)
     for cell in cells:
-        if cell not in queued:
+        if cell.moment != "queue":
             try_cell(mesh, cell)
+            continue
+        # One for each cell: an older one could come to its end meanwhile, and leave its place to the other.
+        blocker = Asked(mesh, "the one that runs", True, **ENDLESS)
+        with blocker.socket:
+            blocker.wait_for_text()
+            try_cell(mesh, cell)
+        wait(mesh, "num_open", 0)
     wait_until_nothing_is_left(mesh)
 
 
