@@ -33,6 +33,19 @@ class Mesh:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
+    def processes(self) -> set[int]:
+        """Linux: pids of the launcher and of all that descend from it."""
+        parents = {}
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                with contextlib.suppress(OSError):
+                    stat = (folder / "stat").read_text()
+                    parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+        family = {self.launcher.pid}
+        while more := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= more
+        return family
+
     def stop(self) -> int:
         """Ctrl-C, and the exit status."""
         self.launcher.send_signal(signal.SIGINT)

@@ -171,18 +171,10 @@ def answer(mesh: Any) -> str:
     return text
 
 
-def listeners(root: int) -> set[tuple[str, str]]:
-    """Linux: (command, IPv4 address) of each TCP socket that a process or its descendants listen on."""
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    family = {root}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
+def listeners(mesh: Any) -> set[tuple[str, str]]:
+    """Linux: (command, IPv4 address) of each TCP socket that a process of the mesh listens on."""
     found = set()
-    for pid in family:
+    for pid in mesh.processes():
         links = set()
         with contextlib.suppress(OSError):
             links = {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
@@ -218,7 +210,7 @@ def test_each_way_to_end_a_request_works_at_each_moment_and_shutdown_ends_the_re
 ) -> None:
     with mesh_of(start_mesh, world_size, tiny_llama) as mesh:
         if sys.platform == "linux":
-            listening = listeners(mesh.launcher.pid)
+            listening = listeners(mesh)
             assert {address for _, address in listening} == {"127.0.0.1"}, (
                 "the links' addresses and HTTP's only"
             )

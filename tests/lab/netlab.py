@@ -119,13 +119,19 @@ class Lab:
 
     def listening(self, host: str) -> set[int]:
         """TCP ports that somebody listens on there, without sshd's."""
-        ports: set[int] = set()
+        return {port for _, port in self.listening_at(host)}
+
+    def listening_at(self, host: str) -> set[tuple[str, int]]:
+        """The same with the address of each, which is "0.0.0.0" for all of them."""
+        found: set[tuple[str, int]] = set()
         for name in ("tcp", "tcp6"):
-            lines = self.run(host, "cat", f"/proc/self/net/{name}").stdout.splitlines()[1:]
-            ports |= {
-                int(line.split()[1].rpartition(":")[2], 16) for line in lines if line.split()[3] == "0A"
-            }
-        return ports - {22}
+            for line in self.run(host, "cat", f"/proc/self/net/{name}").stdout.splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                address, _, port = local.rpartition(":")
+                if state == "0A" and int(port, 16) != 22:
+                    numbers = reversed(bytes.fromhex(address[-8:]))
+                    found.add((".".join(map(str, numbers)), int(port, 16)))
+        return found
 
     def files(self, host: str) -> set[str]:
         """Files in a host's home but for ~/.ssh and the shell's."""

@@ -185,6 +185,32 @@ def test_an_address_that_a_host_does_not_have_is_refused(lab: Any, tmp_path: Pat
 # ---------------------------------------------------------------- the real thing
 
 
+GREET = """
+import socket, sys
+try:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nConnection: close\\r\\n\\r\\n")
+        connection.settimeout(2)
+        print(connection.recv(1000))
+except OSError as error:
+    print(repr(error))
+"""
+"""What a server says to an HTTP request."""
+
+
+def only_the_leader_serves_http(lab: Any) -> None:
+    """And only where it was asked to; all other ports are on the chosen links, and speak no HTTP."""
+    http = ("127.0.0.1", 18000)
+    for host in lab.hosts:
+        ports = lab.listening_at(host)
+        assert (http in ports) == (host == "mac1")
+        assert {address for address, _ in ports - {http}} <= {lab.address(host)}
+        for address, port in [*ports, (lab.address(host), 18000)]:
+            told = lab.run(host, sys.executable, "-I", "-c", GREET, address, port).stdout
+            assert told.startswith("b'HTTP/1.1 200 OK") == ((address, port) == http), (host, port, told)
+            assert told.startswith("b'HTTP") == ((address, port) == http), (host, port, told)
+
+
 def test_a_model_is_served_by_three_hosts_and_down_leaves_nothing(
     lab: Any, tmp_path: Path, tiny_llama: Path
 ) -> None:
@@ -199,6 +225,7 @@ def test_a_model_is_served_by_three_hosts_and_down_leaves_nothing(
         assert answer.returncode == ExitCode.OK, answer.stdout
         for rank in range(3):
             assert lab.run("mac1", *MESH, "logs", "lab", "--rank", rank).returncode == ExitCode.OK
+        only_the_leader_serves_http(lab)
     finally:
         down = lab.run("mac1", *MESH, "down", "lab")
     assert down.returncode == ExitCode.OK, down.stdout

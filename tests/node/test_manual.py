@@ -122,10 +122,24 @@ def url_in(line: str) -> str:
     return line[line.index("http://") :]
 
 
+def family(pid: int) -> list[int]:
+    """Linux: a process and all that descend from it."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = "".join((task / "children").read_text() for task in tasks)
+    return [pid, *(member for child in children.split() for member in family(int(child)))]
+
+
+def shows(pid: int, secret: str, *names: str) -> bool:
+    """Linux: others of this machine may read the secret in `cmdline` or `environ`."""
+    return any(secret.encode() in Path(f"/proc/{pid}/{name}").read_bytes() for name in names)
+
+
 async def test_two_ranks_serve_and_a_killed_engine_changes_no_answer(shell: Any) -> None:
+    """And their secret is nowhere but where the user put it."""
+    secret = "the-secret-of-both-0123456789abcdef"
     async with shell() as it:
-        follower = await it.start(0, "--distributed-server-rank", "1")
-        leader = await it.start(1, "--distributed-server-rank", "1")
+        follower = await it.start(0, "--distributed-server-rank", "1", MLX_MESH_SECRET=secret)
+        leader = await it.start(1, "--distributed-server-rank", "1", MLX_MESH_SECRET=secret)
         url = url_in(await leader.says("ready after"))
         nodes = await call(url, "/v1/cluster/nodes")
         assert [(row["rank"], row["user_rank"]) for row in nodes["ranks"]] == [(0, 1), (1, 0)]
@@ -135,10 +149,18 @@ async def test_two_ranks_serve_and_a_killed_engine_changes_no_answer(shell: Any)
         await leader.says("ready again")
         after = await call(url, "/v1/completions", ask)
         assert before["choices"][0]["text"] == after["choices"][0]["text"]
-        assert (await call(url, "/v1/cluster/status"))["epoch"] == 2
+        status = await call(url, "/v1/cluster/status")
+        assert status["epoch"] == 2 and secret not in json.dumps(status)
+        for rank in it.ranks if sys.platform == "linux" else ():
+            agent, *children = family(rank.process.pid)
+            assert children and shows(agent, secret, "environ") and not shows(agent, secret, "cmdline")
+            assert not any(shows(child, secret, "cmdline", "environ") for child in children)
         leader.process.send_signal(signal.SIGTERM)
         assert await leader.ends() == 0
         assert await follower.ends() == 0
+        assert secret not in leader.text + follower.text
+        files = [path for path in it.home.rglob("*") if path.is_file()]
+        assert files and not [path for path in files if secret.encode() in path.read_bytes()]
 
 
 async def test_only_one_of_two_started_names_the_missing_rank(shell: Any) -> None:
