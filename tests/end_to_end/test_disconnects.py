@@ -60,6 +60,16 @@ def answer(mesh: Any) -> str:
     return text
 
 
+def fastest_s(mesh: Any) -> float:
+    """Of several equal answers, so that other work on this machine counts little."""
+    taken = []
+    for _ in range(8):
+        began = time.monotonic()
+        answer(mesh)
+        taken.append(time.monotonic() - began)
+    return min(taken)
+
+
 @pytest.mark.two_rank
 @pytest.mark.timeout(600)
 def test_two_hundred_disconnects_with_a_seed_leave_the_mesh_as_it_was(
@@ -68,7 +78,7 @@ def test_two_hundred_disconnects_with_a_seed_leave_the_mesh_as_it_was(
     model = tmp_path / "tiny-llama"
     model.symlink_to(tiny_llama)
     with start_mesh("up", "--sim", "2", "--model", str(model), "--served-model-name", "tiny-llama") as mesh:
-        before = answer(mesh)
+        before, before_s = answer(mesh), fastest_s(mesh)
         wait_until_idle(mesh)
         memory = metric(mesh, "rank_memory_bytes")
         for number in range(NUM_DISCONNECTS):
@@ -79,6 +89,7 @@ def test_two_hundred_disconnects_with_a_seed_leave_the_mesh_as_it_was(
             hang_up_after(mesh, f"in {name}", 600, **settings)
             wait_until_idle(mesh)
         assert answer(mesh) == before
+        assert fastest_s(mesh) < 3 * before_s
         wait_until_idle(mesh)
         assert metric(mesh, "epochs_total") == 1
         assert metric(mesh, "requests_cancelled_total") >= NUM_DISCONNECTS * 2 / 3

@@ -19,10 +19,30 @@ FAULTS = {
 }
 
 
-def ask(mesh: Any) -> str:
-    body = {"model": "tiny", "prompt": "hello there", "max_tokens": 60, "temperature": 0.8, "seed": 4}
-    text: str = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=200).json()["choices"][0]["text"]
-    return text
+BODY = {
+    "model": "tiny",
+    "prompt": "hello there",
+    "max_tokens": 60,
+    "temperature": 0.8,
+    "seed": 4,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.1,
+    "logprobs": 1,
+}
+"""An answer to which its own past matters."""
+
+
+def told(answer: Any) -> tuple[Any, ...]:
+    """Text, the tokens that have log probabilities, and how many tokens are counted."""
+    (choice,), usage = answer["choices"], answer["usage"]
+    tokens = choice["logprobs"]["tokens"]
+    assert len(tokens) == len(choice["logprobs"]["token_logprobs"]) == usage["completion_tokens"]
+    return choice["text"], tuple(tokens), usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def ask(mesh: Any) -> tuple[Any, ...]:
+    return told(httpx.post(f"{mesh.url}/v1/completions", json=BODY, timeout=200).json())
 
 
 @pytest.mark.two_rank
@@ -85,13 +105,9 @@ def test_every_kind_of_fault_at_every_moment(start_mesh: Any, tiny_llama: Path, 
             assert time.monotonic() < deadline, mesh.output.read_text()[-3000:]
             if moment == "idle":
                 time.sleep(1.5)  # longer than it takes to count as idle
-            reply = httpx.post(
-                f"{mesh.url}/v1/completions",
-                json={"prompt": "hello there", "max_tokens": 60, "temperature": 0.8, "seed": 4},
-                timeout=300,
-            )
+            reply = httpx.post(f"{mesh.url}/v1/completions", json=BODY, timeout=300)
             if reply.status_code == 200:
-                answers.add(reply.json()["choices"][0]["text"])
+                answers.add(told(reply.json()))
             else:
                 assert reply.status_code == 503 and reply.headers["retry-after"]
                 time.sleep(0.5)
