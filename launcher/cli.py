@@ -35,6 +35,7 @@ from mlx_mesh.launcher.state import StateFolder, already_running, state_root
 from mlx_mesh.launcher.status import status_lines
 from mlx_mesh.launcher.text import harmless
 from mlx_mesh.launcher.up import dry_run, up
+from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.hostfile_words import MPI_REASON
 from mlx_mesh.mesh.links import LINKS
@@ -466,6 +467,7 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, metavar="TOKENS", help="longest context to plan for and to serve"
     )
+    prefix_settings.add_flags(parser)
     parser.add_argument("--offline", action="store_true", help="ask no hub; the files must be on each host")
     parser.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
     parser.add_argument("--detach", action="store_true", help="return when ready; `down` stops it")
@@ -510,6 +512,7 @@ def _flags(arguments: Arguments) -> Flags:
         max_sequences=arguments.max_sequences,
         max_queued_requests=arguments.max_queued_requests,
         context=arguments.context,
+        prefix=prefix_settings.read_flags(arguments),
         ssh_config=arguments.ssh_config,
         is_offline=arguments.offline,
         paranoid=arguments.paranoid,

@@ -12,6 +12,7 @@ from mlx_mesh.mesh.errors import HostfileError, SettingsError
 from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, parse_hostfile
 from mlx_mesh.mesh.hostfile_fields import check_name
 from mlx_mesh.mesh.messages import Deadlines, MeshConfig
+from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.types import Backend, Sharding
 
 API_KEY_VARIABLE = "MLX_MESH_API_KEY"
@@ -41,6 +42,7 @@ class Flags:
     max_sequences: int | None = None
     max_queued_requests: int | None = None
     context: int | None = None
+    prefix: PrefixSettings = field(default_factory=PrefixSettings)
     ssh_config: str | None = None
     is_offline: bool = False
     paranoid: bool = False
@@ -70,6 +72,7 @@ class LaunchConfig:
     max_queued_requests: int = 256
     context_length: int = 0  # 0 = the model's
     prefill_step_size: int = 0  # 0 = chosen by sharding
+    prefix: PrefixSettings = field(default_factory=PrefixSettings)
     is_offline: bool = False  # no host asks the hub
     ssh_config: str = ""  # '' = ~/.ssh/config
     notes: tuple[str, ...] = ()
@@ -166,6 +169,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         max_sequences=flags.max_sequences or 32,
         max_queued_requests=256 if flags.max_queued_requests is None else flags.max_queued_requests,
         context_length=flags.context or 0,
+        prefix=flags.prefix,
         ssh_config=str(Path(flags.ssh_config).expanduser().resolve()) if flags.ssh_config else "",
         notes=hostfile.notes,
         is_offline=flags.is_offline,

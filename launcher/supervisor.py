@@ -630,6 +630,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         elastic=config.is_elastic,
         paranoid=config.paranoid,
         prefill_step_size=config.prefill_step_size,
+        prefix=config.prefix,
         plan_context=context,
         plan_sequences=sequences,
         link=slowest_link([host.facts for host in hosts], measurements, config.backend),

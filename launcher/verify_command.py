@@ -219,7 +219,14 @@ def _ask(config: LaunchConfig, environment: Mapping[str, str], say: Say) -> list
 
 def _complete(api: Api, prompt: str) -> dict[str, list[Any]]:
     """The `logprobs` object of an answer with the token ids, put together from its stream."""
-    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 5, "stream": True}
+    body = {
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "logprobs": 5,
+        "stream": True,
+        "skip_prefix_cache": True,  # all of it is to be computed
+    }
     body |= {"return_token_ids": True}
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
     found |= {"token_ids": [], "prompt_token_ids": []}

@@ -7,6 +7,7 @@ much as n sequences of its longest length. The tightest rank decides for all.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -43,11 +44,12 @@ class KvBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     ranks: tuple[RankKv, ...] = ()
 
-    def short(self, num_rows: int, longest: int) -> RankKv | None:
-        """The rank that lacks most for these rows; None = they fit."""
+    def short(self, num_rows: int, longest: int, taken: Sequence[int] = ()) -> RankKv | None:
+        """The rank that lacks most for these rows; None = they fit. `taken`: bytes that are not free on each
+        rank, () = none."""
         missing = {
-            rank: rank.bytes_of(num_rows, longest) - rank.budget_bytes
-            for rank in self.ranks
+            rank: rank.bytes_of(num_rows, longest) + (taken[at] if taken else 0) - rank.budget_bytes
+            for at, rank in enumerate(self.ranks)
             if rank.budget_bytes is not None
         }
         worst = max(missing, key=missing.__getitem__, default=None)

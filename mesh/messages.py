@@ -21,6 +21,7 @@ import msgspec
 
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.links import Link
+from mlx_mesh.mesh.prefix_settings import PrefixCounters, PrefixSettings
 from mlx_mesh.mesh.types import Backend, HostFacts, Phase, Placement, Sharding, Versions
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -92,6 +93,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 3
     elastic: bool = False  # take a host in again by itself that came back after the mesh went on without it
     paranoid: bool = False  # compare all ranks after each step, before its tokens are passed on
+    prefix: PrefixSettings = PrefixSettings()
     deadlines: Deadlines = Deadlines()
 
 
@@ -152,6 +154,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sent_ids: tuple[int, ...] = ()
     max_time_s: float = 0.0  # the request's own deadline, from its submission; 0 = request_s only
     grammar: str = ""  # what the generated tokens must match, in llguidance's Lark dialect or its JSON
+    cache_salt: str = ""  # only requests with the same one share prefixes
+    skip_prefix_cache: bool = False  # begin with no kept prefix, and keep none
+    cache_points: tuple[int, ...] = ()  # lengths of prefixes of the prompt that others are likely to share
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +176,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # set in the first chunk: prompt tokens that did not have to be computed
     prefill_s: float = 0.0  # set in the first chunk: admission until the first token
 
 
@@ -185,16 +190,22 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...]  # prompt and sent ids
     max_tokens: int  # still to generate
     stop_token_ids: tuple[int, ...]
+    entry: int = 0  # under which its cache is kept when it ends; 0 = it is not
+    reuse: int = 0  # the entry, or the row with that entry, whose cache it begins with; 0 = none
+    num_reused: int = 0  # tokens of it; fewer than the prompt has
+    checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens, entry): keep the cache as it is there, too
 
 
 class StepPlan(Message, frozen=True):
-    """What all ranks do at step `step` of `epoch`: cancel, then admit, then one generator step.
+    """What all ranks do at step `step` of `epoch`: cancel, then admit, then evict, then one generator step.
     `stop`: drain and leave the loop instead."""
 
     epoch: int
     step: int
     cancel: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()  # of `cancel`: rows that make room; their caches are not kept
     admit: tuple[Admission, ...] = ()
+    evict: tuple[int, ...] = ()  # entries of the prefix cache
     stop: bool = False
 
 
@@ -253,6 +264,7 @@ class Load(Message, frozen=True):
     adapter: str = ""  # folder of a LoRA or DoRA adapter; '' = none
     is_paranoid: bool = False  # report a StepDigest after every step
     kv: KvBudget = KvBudget()  # of all ranks; the leader admits by it
+    prefix: PrefixSettings = PrefixSettings()
 
 
 class WarmUp(Message, frozen=True):
@@ -327,6 +339,7 @@ class Heartbeat(Message, frozen=True):
     kv_longest: int = 0  # of the longest row, to which the others are padded
     num_preempted: int = 0  # leader: rows that had to make room so far
     digests: tuple[tuple[int, str], ...] = ()  # the newest checkpoints, see divergence.DigestBook
+    prefix: PrefixCounters = PrefixCounters()
 
 
 class StepDigest(Message, frozen=True):

@@ -24,6 +24,7 @@ from mlx_mesh.mesh.messages import (
     StartEpoch,
     WarmUp,
 )
+from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.types import Backend, Phase, Placement
 from mlx_mesh.node.gathering import version_differences
 from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
@@ -45,6 +46,7 @@ class EpochPlan:
     prefill_step_size: int
     context_length: int
     kv: KvBudget
+    prefix: PrefixSettings
     is_paranoid: bool
     is_first: bool  # no epoch was ready before: what misses a deadline now is not tried again
 
@@ -196,6 +198,7 @@ async def _load(control: Control, plan: EpochPlan) -> None:
                 context_length=plan.context_length,
                 is_paranoid=plan.is_paranoid,
                 kv=plan.kv,
+                prefix=plan.prefix,
             ),
         )
     limit = control.deadlines.load_stall_s

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 from dotenv import dotenv_values
 
+from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.messages import AgentConfig, Deadlines, HostPlan, MeshConfig
 from mlx_mesh.mesh.types import Backend, Sharding
@@ -103,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--served-model-name", action="append", default=[], metavar="NAME")
     serve.add_argument("--chat-template", default="", metavar="FILE", help="instead of the model's")
     serve.add_argument("--strip-thinking", action="store_true", help="leave reasoning out of answers")
+    prefix_settings.add_flags(serve)
     return parser
 
 
@@ -221,6 +223,7 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         served_model_names=tuple(flags.served_model_name),
         chat_template=flags.chat_template,
         strip_thinking=flags.strip_thinking,
+        prefix=prefix_settings.read_flags(flags),
     )
 
 

@@ -395,6 +395,7 @@ class Coordinator:
             prefill_step_size=self.mesh.prefill_step_size or (_PIPELINE_PREFILL if is_pipeline else _PREFILL),
             context_length=self._context_length(),
             kv=self._kv_budget(),
+            prefix=self.mesh.prefix,
             is_first=not self._was_ready,
             is_paranoid=self.mesh.paranoid,
         )

@@ -9,6 +9,7 @@ from typing import get_args
 
 from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
 from mlx_mesh.mesh.messages import Metric
+from mlx_mesh.mesh.prefix_settings import PrefixCounters
 from mlx_mesh.node.desk import Desk
 from mlx_mesh.node.lineup import Change
 from mlx_mesh.node.roster import RankRecord, Roster
@@ -138,5 +139,22 @@ def _of_rank(record: RankRecord, host: str, kv: KvBudget) -> Iterator[Metric]:
         yield _gauge("rank_kv_bytes", "Predicted bytes of all caches, padding included", reserved, **labels)
         if mine.budget_bytes is not None:
             yield _gauge("rank_kv_budget_bytes", "What they may take", mine.budget_bytes, **labels)
+    prefix = beat.prefix
+    yield _gauge("rank_prefix_entries", "Prefixes whose caches are kept", prefix.num_entries, **labels)
+    yield _gauge("rank_prefix_bytes", "What these take", prefix.num_bytes, **labels)
+    if record.rank == 0:
+        yield from _of_prefixes(prefix)
     yield _gauge("rank_memory_bytes", "Bytes that MLX holds", beat.memory_bytes, **labels)
     yield _gauge("rank_peak_memory_bytes", "The most it held", beat.peak_memory_bytes, **labels)
+
+
+def _of_prefixes(prefix: PrefixCounters) -> Iterator[Metric]:
+    """Of this epoch; every rank does the same."""
+    yield _gauge("prefix_limit_bytes", "The most that kept prefixes take on rank 0", prefix.limit_bytes)
+    yield _counter("prefix_hits", "Sequences that began with a kept prefix", prefix.num_hits)
+    yield _counter("prefix_misses", "Sequences that did not", prefix.num_misses)
+    yield _counter("prefix_tokens", "Prompt tokens that were not computed again", prefix.num_tokens)
+    yield _counter("prefix_stored", "Caches that were kept", prefix.num_stored)
+    yield _counter(
+        "prefix_evicted", "Of these, dropped for want of room or for a longer one", prefix.num_evicted
+    )

@@ -57,6 +57,7 @@ class EncodedChat:
 
     ids: tuple[int, ...]
     region: Region
+    shared_lengths: tuple[int, ...] = ()  # tokens that other prompts are likely to begin with, too
 
 
 class EncodeTimeout(MeshError):
@@ -166,9 +167,35 @@ class ModelTokenizer:
             region = Region.REASONING if markup.is_opened_by(text) else markup.initial
             if (template_options or {}).get("continue_final_message"):
                 region = Region.ANSWER
-            return EncodedChat(self._encode(text, add_special=False, limit=limit), region)
+            ids = self._encode(text, add_special=False, limit=limit)
+            return EncodedChat(ids, region, self._shared_lengths(messages, template_options, text, ids))
 
         return await self.in_thread(render_and_encode)
+
+    def _shared_lengths(
+        self,
+        messages: list[dict[str, Any]],
+        template_options: dict[str, Any] | None,
+        text: str,
+        ids: tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """Where prompts of the same application part, and those of the same conversation: behind the system
+        message, and before the opening of the assistant's turn. Hints: nothing is wrong when a template
+        hides them."""
+        beginnings: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+        if messages and messages[0].get("role") == "system":
+            stranger = [messages[0], {"role": "user", "content": "\N{OBJECT REPLACEMENT CHARACTER}"}]
+            beginnings.append((stranger, {}))
+        beginnings.append((messages, {"add_generation_prompt": False}))
+        lengths = []
+        for some, changes in beginnings:
+            try:
+                other = self.render(some, {**(template_options or {}), **changes})
+            except TemplateRefused:
+                continue
+            common = text[: _num_common(text, other)]
+            lengths.append(_tokens_within(common, text, ids, self.plain_ids))
+        return tuple(sorted({length for length in lengths if 0 < length < len(ids)}))
 
     @property
     def takes_tools(self) -> bool:
@@ -322,6 +349,27 @@ def _chat_template(tokenizer: Any, folder: Path, override: str) -> tuple[str | N
             "or use /v1/completions"
         )
         return None, reason
+
+
+def _tokens_within(
+    beginning: str, text: str, ids: tuple[int, ...], encode: Callable[[str], tuple[int, ...]]
+) -> int:
+    """How many of a text's first tokens are those of its beginning; only the shorter part is tokenised."""
+    if 2 * len(beginning) <= len(text):
+        return _num_common(encode(beginning), ids)
+    return len(ids) - _num_common(encode(text[len(beginning) :])[::-1], ids[::-1])
+
+
+def _num_common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many items two sequences begin with alike; by halves, because these may be long."""
+    same, differ = 0, min(len(a), len(b)) + 1
+    while differ - same > 1:
+        middle = (same + differ) // 2
+        if a[same:middle] == b[same:middle]:
+            same = middle
+        else:
+            differ = middle
+    return same
 
 
 def _read_json(path: Path) -> dict[str, Any]:

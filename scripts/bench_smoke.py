@@ -82,7 +82,13 @@ def measure(url: str, model: Path, num_streams: int, prompt_words: int, max_toke
     errors: list[ServerError] = []
 
     def ask(prompt: str) -> None:
-        body = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        body = {
+            "model": str(model),
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "skip_prefix_cache": True,
+        }
         try:
             answers.append(complete(url + "/v1/completions", body))
         except ServerError as error:

@@ -28,6 +28,9 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.node.engine.exchanges import DataExchange
 from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.grammar import GrammarError, GrammarReady, Grammars, RowGrammar
+from mlx_mesh.node.engine.prefix_planner import Stored
+from mlx_mesh.node.engine.prefix_rows import RowPrefixes
+from mlx_mesh.node.engine.prefix_store import PrefixStore, can_always_cut
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
 from mlx_mesh.node.engine.scheduler import Produced, Scheduler
@@ -78,6 +81,7 @@ class Generation:
         is_leader: bool,
     ) -> None:
         self._exchange = exchange
+        self.can_always_cut = can_always_cut(model)
         self._sampler = LeaderSampler(exchange) if is_leader else FollowerSampler(exchange)
         self._generator = BatchGenerator(
             model,
@@ -93,10 +97,12 @@ class Generation:
         self._prompt_left: dict[str, int] = {}  # upper bounds: the generator says nothing while it prefills
         self._lengths: dict[str, int] = {}
         self.grammars: dict[str, RowGrammar] = {}  # on the leader, of open requests: a row may come back
+        self._prefixes = RowPrefixes(self._generator)
 
     def prompt_tokens_after(self, plan: StepPlan) -> int:
         """The most prompt tokens that the step of `plan` may read."""
-        left = [*self._prompt_left.values(), *(len(admission.prompt_ids) for admission in plan.admit)]
+        new = (len(admission.prompt_ids) - admission.num_reused for admission in plan.admit)
+        left = [*self._prompt_left.values(), *new]
         return sum(min(tokens, self._prefill_step_size) for tokens in left)
 
     @property
@@ -114,6 +120,15 @@ class Generation:
         return len(self._uids)
 
     @property
+    def prefixes(self) -> PrefixStore:
+        """The caches that outlive their rows."""
+        return self._prefixes.store
+
+    def take_stored(self) -> list[Stored]:
+        """What was kept since the last call."""
+        return self._prefixes.take_stored()
+
+    @property
     def vocab_size(self) -> int:
         """Width of the model's output on the leader, 0 before the first step."""
         return self._sampler.vocab_size if isinstance(self._sampler, LeaderSampler) else 0
@@ -121,9 +136,10 @@ class Generation:
     def apply(self, plan: StepPlan, request_of: RequestOf | None = None) -> None:
         """Change the rows as planned. `request_of`: on the leader, the whole request of an admission."""
         # A request that finished by itself after the plan was made is gone on all ranks alike.
-        gone = [self._forget(request_id) for request_id in plan.cancel if request_id in self._uids]
+        gone = [request_id for request_id in plan.cancel if request_id in self._uids]
         if gone:
-            self._generator.remove(gone)
+            self._prefixes.keep_rows([self._uids[one] for one in gone if one not in plan.leave])
+            self._generator.remove([self._forget(request_id) for request_id in gone])
         for admission in plan.admit:
             processors: list[RowProcessor] = []
             if request_of is not None and isinstance(self._sampler, LeaderSampler):
@@ -131,22 +147,26 @@ class Generation:
                 if grammar is not None:
                     grammar.restart(request.sent_ids)
                 processors = self._sampler.processors(request, grammar)
-            (uid,) = self._generator.insert(
-                [list(admission.prompt_ids)],
+            uid = self._prefixes.insert(
+                admission,
                 max_tokens=[admission.max_tokens],
                 logits_processors=[processors],
                 stop_sequences=[StopSequences([(i,) for i in admission.stop_token_ids])],
             )
             self._uids[admission.id] = uid
-            self._prompt_left[admission.id] = self._lengths[admission.id] = len(admission.prompt_ids)
+            self._lengths[admission.id] = len(admission.prompt_ids)
+            self._prompt_left[admission.id] = len(admission.prompt_ids) - admission.num_reused
             self._ids[uid] = admission.id
             if processors:
                 self._processors[admission.id] = processors[0]
+        for entry in plan.evict:  # after the admissions: they may begin with one of these
+            self._prefixes.store.evict(entry)
 
     def step(self) -> list[Produced]:
         """One generator step; the new token of each row that has one. With no row left afterwards nothing is
         under way on this rank, so an idle mesh has no open collective."""
-        _, responses = self._generator.next()
+        progress, responses = self._generator.next()
+        self._prefixes.keep_checkpoints(progress)
         produced = []
         for response in responses:
             request_id = self._ids[response.uid]
@@ -157,6 +177,7 @@ class Generation:
             failure = processor.failure if processor is not None else ""
             produced.append(Produced(request_id, response.token, response.finish_reason, logprobs, failure))
             if response.finish_reason is not None:
+                self._prefixes.keep_finished(response)
                 self._forget(request_id)
         if not self._uids:
             self.settle()
@@ -174,6 +195,7 @@ class Generation:
     def _forget(self, request_id: str) -> int:
         uid = self._uids.pop(request_id)
         del self._ids[uid]
+        self._prefixes.forget(uid)
         self._processors.pop(request_id, None)
         self._prompt_left.pop(request_id, None)
         self._lengths.pop(request_id, None)
@@ -299,10 +321,13 @@ class Leader:
                 self._reporter.send(failed)
         chunks = self._scheduler.applied(plan)
         chunks += self._scheduler.produced(produced, time.monotonic())
+        self._scheduler.stored(self._generation.take_stored())
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 self._generation.grammars.pop(chunk.id, None)
         self._reporter.num_preempted = self._scheduler.num_preempted
+        store = self._generation.prefixes
+        self._reporter.prefix = self._scheduler.prefixes.counters(len(store), store.num_bytes)
         self._reporter.end_step(
             plan.step,
             self._scheduler.num_running,
@@ -351,6 +376,8 @@ class Follower:
             return False
         compute(self._generation, plan, self._reporter)
         generation = self._generation
+        generation.take_stored()
+        self._reporter.note_prefixes(len(generation.prefixes), generation.prefixes.num_bytes)
         self._reporter.end_step(
             plan.step, generation.num_rows, 0, generation.kv_tokens, generation.longest_row
         )

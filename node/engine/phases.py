@@ -25,6 +25,7 @@ from mlx_mesh.node.engine.grammar import Grammars
 from mlx_mesh.node.engine.group import DataGroup, form_group
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader, NoFollowers
 from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver, lost_engine
+from mlx_mesh.node.engine.prefix_planner import PrefixPlanner
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.scheduler import Scheduler
 from mlx_mesh.node.engine.shard import LoadedShard, check_cuts, load_shard
@@ -163,6 +164,7 @@ def _leader(
         max_sequences=command.max_sequences,
         context_length=command.context_length,
         kv=command.kv,
+        prefixes=PrefixPlanner(command.prefix, command.kv, can_cut=generation.can_always_cut),
     )
     grammars = Grammars(command.model)
     leader = Leader(generation, scheduler, plans, reporter, plans_ahead=plans_ahead, grammars=grammars)

@@ -20,6 +20,7 @@ from mlx_mesh.mesh.messages import (
     Progress,
     StepDigest,
 )
+from mlx_mesh.mesh.prefix_settings import PrefixCounters
 from mlx_mesh.mesh.types import Phase
 from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EngineError
 from mlx_mesh.node.engine.pace import Pace
@@ -60,6 +61,7 @@ class Reporter:
         self.num_sequences = 0
         self.num_waiting = 0
         self.kv_tokens = self.kv_longest = self.num_preempted = 0
+        self.prefix = PrefixCounters()
         self.expected_s = -1.0
         self.steps_s = 0.0
         self.is_paranoid = False
@@ -136,6 +138,10 @@ class Reporter:
         if self.phase is Phase.READY:  # the warm-up compiles: no measure of anything
             self._pace.learn(self._num_prompt_tokens, took_s)
 
+    def note_prefixes(self, num_entries: int, num_bytes: int) -> None:
+        """What this rank keeps of prefixes; the leader says more, see `prefix`."""
+        self.prefix = PrefixCounters(num_entries=num_entries, num_bytes=num_bytes)
+
     def note_tokens(self, step: int, tokens: list[tuple[str, int]]) -> None:
         """What the step gave, for the comparison with the other ranks."""
         digest = self._history.add(step, tokens)
@@ -175,6 +181,7 @@ class Reporter:
             kv_longest=self.kv_longest,
             num_preempted=self.num_preempted,
             digests=tuple(digests),
+            prefix=self.prefix,
         )
 
 

@@ -25,6 +25,8 @@ from mlx_mesh.mesh.messages import (
     TokenChunk,
     TokenLogprobs,
 )
+from mlx_mesh.mesh.prefix_settings import PrefixSettings
+from mlx_mesh.node.engine.prefix_planner import PrefixPlanner, Stored
 
 GROWTH_TOKENS = BLOCK_TOKENS
 """What each row must be able to grow by when one more is admitted: rows do not come and go at each step."""
@@ -53,6 +55,12 @@ class _Running:
     is_leaving: bool = False  # it makes room, and comes back
     has_produced: bool = False
     new_ids: list[int] = field(default_factory=list)  # since its admission
+    num_reused: int = 0  # tokens that did not have to be computed
+
+    @property
+    def num_cached(self) -> int:
+        """Of these, what the client counts: one that comes back has sent tokens in its prompt."""
+        return 0 if self.request.sent_ids else self.num_reused
 
 
 class Scheduler:
@@ -66,13 +74,16 @@ class Scheduler:
         context_length: int = 0,
         vocab_size: int = 0,
         kv: KvBudget | None = None,
+        prefixes: PrefixPlanner | None = None,
     ) -> None:
-        """`context_length` and `vocab_size` 0: not known, not checked; `kv` None: memory is no limit."""
+        """`context_length` and `vocab_size` 0: not known, not checked; `kv` None: memory is no limit;
+        `prefixes` None: no prefix is kept."""
         self._epoch = epoch
         self._max_sequences = max_sequences
         self._context_length = context_length
         self._kv = kv or KvBudget()
         self._longest = self._kv.longest_sequence(context_length)
+        self.prefixes = prefixes or PrefixPlanner(PrefixSettings(is_enabled=False), self._kv, can_cut=True)
         self.num_preempted = 0
         self.vocab_size = vocab_size
         self._step = 0
@@ -83,7 +94,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A plan made now would do something."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running or self.prefixes.has_evictions)
 
     @property
     def num_running(self) -> int:
@@ -129,43 +140,66 @@ class Scheduler:
 
     def next_plan(self, now_s: float) -> StepPlan:
         """The next step's plan, in arrival order; `now_s` dates the admissions."""
-        cancel, self._to_cancel = (*self._to_cancel, *self._make_room()), []
+        for request_id in self._to_cancel:
+            self.prefixes.leaves(request_id, is_kept=True)
+        leave = self._make_room()
+        cancel, self._to_cancel = (*self._to_cancel, *leave), []
         admit = []
         for request in list(self._waiting.values()):
-            num_tokens = len(request.prompt_ids) + len(request.sent_ids)
-            if request.id in cancel or not self._has_room(num_tokens):
+            prompt = request.prompt_ids + request.sent_ids
+            if request.id in cancel or not self._has_room(len(prompt)):
                 break
+            if self.prefixes.must_wait(request, prompt):
+                continue  # for a row that is being computed now; those behind it need not wait as well
+            self.prefixes.find(request, prompt)  # so that making room takes anything else first
+            self._evict_for(len(prompt))
             del self._waiting[request.id]
-            self._running[request.id] = _Running(request, now_s, num_tokens)
+            part = self.prefixes.admit(request, prompt)
+            self._running[request.id] = _Running(request, now_s, len(prompt), num_reused=part.num_reused)
             admit.append(
                 Admission(
                     id=request.id,
-                    prompt_ids=request.prompt_ids + request.sent_ids,
+                    prompt_ids=prompt,
                     max_tokens=self._tokens_left(request),
                     stop_token_ids=request.stop_token_ids,
+                    entry=part.entry,
+                    reuse=part.reuse,
+                    num_reused=part.num_reused,
+                    checkpoints=part.checkpoints,
                 )
             )
-        return self._plan(cancel, tuple(admit))
+        return self._plan(cancel, tuple(admit), leave=tuple(leave))
 
     def _staying(self) -> list[_Running]:
         """Rows that run on, oldest first."""
         return [row for row in self._running.values() if not (row.is_cancelled or row.is_leaving)]
 
     def _has_room(self, num_tokens: int) -> bool:
-        """For one more row of so many tokens; never while somebody leaves, who is to come back first."""
+        """For one more row of so many tokens, when no prefix is kept; never while somebody leaves, who is to
+        come back first."""
         rows = self._staying()
         if len(rows) >= self._max_sequences or any(row.is_leaving for row in self._running.values()):
             return False
         longest = max((num_tokens, *(row.length for row in rows))) + GROWTH_TOKENS
         return not rows or self._kv.short(len(rows) + 1, longest) is None
 
+    def _evict_for(self, num_tokens: int) -> None:
+        """Kept prefixes make room for one more row, which has it without them."""
+        rows = self._staying()
+        longest = max((num_tokens, *(row.length for row in rows))) + GROWTH_TOKENS
+        self.prefixes.make_room(lambda taken: self._kv.short(len(rows) + 1, longest, taken) is None)
+
     def _make_room(self) -> list[str]:
-        """Newest rows that leave, so that the others can take their next steps."""
+        """Newest rows that leave, so that the others can take their next steps. Kept prefixes go before."""
         rows, leaving = self._staying(), []
         while len(rows) > 1 and self._kv.short(len(rows), max(row.length for row in rows) + AHEAD_TOKENS):
             row = rows.pop()
             row.is_leaving = True
             leaving.append(row.request.id)
+            self.prefixes.leaves(row.request.id, is_kept=False)
+        if rows:
+            longest = max(row.length for row in rows) + AHEAD_TOKENS
+            self.prefixes.make_room(lambda taken: self._kv.short(len(rows), longest, taken) is None)
         self.num_preempted += len(leaving)
         return leaving
 
@@ -181,6 +215,7 @@ class Scheduler:
             row = self._running.pop(request_id, None)
             if row is None:
                 continue
+            self.prefixes.ended(request_id)
             if row.is_cancelled:
                 chunks.append(TokenChunk(id=request_id, finish_reason="cancelled"))
                 continue
@@ -197,6 +232,9 @@ class Scheduler:
             running = self._running[produced.id]
             if produced.finish_reason is not None:
                 del self._running[produced.id]
+                self.prefixes.ended(produced.id)
+            else:
+                self.prefixes.first_token(produced.id)
             if running.is_cancelled:
                 if produced.finish_reason is not None:
                     chunks.append(TokenChunk(id=produced.id, finish_reason="cancelled"))
@@ -210,15 +248,36 @@ class Scheduler:
                     token_ids=(produced.token,) if is_text else (),
                     logprobs=(produced.logprobs,) if is_text and produced.logprobs else (),
                     finish_reason=produced.finish_reason,
+                    cached_tokens=0 if running.has_produced else running.num_cached,
                     prefill_s=0.0 if running.has_produced else now_s - running.admitted_s,
                 )
             )
             running.has_produced = True
         return chunks
 
-    def _plan(self, cancel: tuple[str, ...], admit: tuple[Admission, ...], stop: bool = False) -> StepPlan:
+    def stored(self, entries: Sequence[Stored]) -> None:
+        """What a step kept of the caches of its rows."""
+        self.prefixes.stored(entries)
+
+    def _plan(
+        self,
+        cancel: tuple[str, ...],
+        admit: tuple[Admission, ...],
+        *,
+        leave: tuple[str, ...] = (),
+        stop: bool = False,
+    ) -> StepPlan:
         self._step += 1
-        return StepPlan(epoch=self._epoch, step=self._step, cancel=cancel, admit=admit, stop=stop)
+        evict = self.prefixes.take_evictions()
+        return StepPlan(
+            epoch=self._epoch,
+            step=self._step,
+            cancel=cancel,
+            leave=leave,
+            admit=admit,
+            evict=evict,
+            stop=stop,
+        )
 
     def _tokens_left(self, request: GenerateRequest) -> int:
         left = request.max_tokens - len(request.sent_ids)

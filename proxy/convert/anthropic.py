@@ -7,6 +7,7 @@ import uuid
 from typing import Any
 
 from mlx_mesh.proxy.convert.common import ChatJob
+from mlx_mesh.proxy.convert.prefixes import PrefixChoice
 from mlx_mesh.proxy.convert.sampling import sampling_params
 from mlx_mesh.proxy.convert.structure import AnswerForm, schema_form
 from mlx_mesh.proxy.convert.thinking import EFFORTS, budget, template_options
@@ -39,6 +40,7 @@ def messages_job(services: Services, body: Prompt) -> ChatJob:
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
         stop_strings=tuple(body.stop_sequences or ()) if isinstance(body, MessagesRequest) else (),
         max_time_s=body.max_time_s or 0.0,
+        prefixes=PrefixChoice.of(body),
         tools=tools if choice.may_call else (),
         one_call=one_call,
         form=call_form(choice, tools, _answer_form(body), only_one=one_call),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 from mlx_mesh.proxy.convert.common import ChatJob
+from mlx_mesh.proxy.convert.prefixes import PrefixChoice
 from mlx_mesh.proxy.convert.sampling import sampling_params
 from mlx_mesh.proxy.convert.structure import wanted_form
 from mlx_mesh.proxy.convert.thinking import budget, template_options
@@ -36,6 +37,7 @@ def chat_job(services: Services, body: ChatRequest) -> ChatJob:
         num_logprobs=body.num_logprobs,
         num_choices=body.n or 1,
         max_time_s=body.max_time_s or 0.0,
+        prefixes=PrefixChoice.of(body),
         tools=tools if choice.may_call else (),
         one_call=one_call,
         form=call_form(choice, tools, wanted_form(body), only_one=one_call),

@@ -12,6 +12,7 @@ import msgspec
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
 from mlx_mesh.proxy.assembler import NewSequence
+from mlx_mesh.proxy.convert.prefixes import PrefixChoice
 from mlx_mesh.proxy.convert.structure import ANY_FORM, Form, grammar_of
 from mlx_mesh.proxy.convert.tool_turns import for_template
 from mlx_mesh.proxy.errors import ApiError, invalid
@@ -43,6 +44,7 @@ class Sequences:
     num_choices: int = 1  # of each prompt
     max_time_s: float = 0.0  # from submission to the end; 0 = only the mesh's own limit
     form: Form = ANY_FORM
+    prefixes: PrefixChoice = field(default_factory=PrefixChoice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
             thinking_end_ids=thinking_end_ids,
         ),
         grammar=await grammar_of(services, job.form, markup, encoded.region),
+        cache_points=encoded.shared_lengths,
     )
 
 
@@ -125,6 +128,7 @@ def prepare(
     like: NewSequence = PLAIN,
     continues_prompt: bool = False,
     grammar: str = "",
+    cache_points: tuple[int, ...] = (),
 ) -> Prepared:
     """The sequences of all prompts, each prompt's choices side by side. Raises ApiError 400."""
     num_sequences = len(prompts) * job.num_choices
@@ -151,6 +155,9 @@ def prepare(
                 logprobs=job.num_logprobs,
                 max_time_s=job.max_time_s,
                 grammar=grammar,
+                cache_salt=job.prefixes.salt,
+                skip_prefix_cache=job.prefixes.is_skipped,
+                cache_points=cache_points,
             )
             sequences.append(
                 dataclasses.replace(

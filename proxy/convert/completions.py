@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass
 
 from mlx_mesh.proxy.convert.common import Prepared, Room, Sequences, prepare
+from mlx_mesh.proxy.convert.prefixes import PrefixChoice
 from mlx_mesh.proxy.convert.sampling import sampling_params
 from mlx_mesh.proxy.convert.structure import form_of, grammar_of, wanted_form
 from mlx_mesh.proxy.errors import invalid
@@ -43,6 +44,7 @@ async def prepare_completion(services: Services, body: CompletionRequest) -> Pre
         num_logprobs=0 if body.logprobs is None and body.picks_best else body.logprobs,
         num_choices=num_choices,
         max_time_s=body.max_time_s or 0.0,
+        prefixes=PrefixChoice.of(body),
     )
     form = form_of(wanted_form(body))
     grammar = await grammar_of(services, form, Markup(), Region.ANSWER)

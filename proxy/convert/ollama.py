@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_mesh.mesh.messages import SamplingParams
 from mlx_mesh.proxy.convert.common import ChatJob, Prepared, Room, Sequences, prepare, prepare_chat
+from mlx_mesh.proxy.convert.prefixes import PrefixChoice
 from mlx_mesh.proxy.convert.sampling import new_seed
 from mlx_mesh.proxy.convert.structure import Form, form_of, grammar_of, json_format
 from mlx_mesh.proxy.convert.thinking import template_options
@@ -88,6 +89,7 @@ def _sequences(services: Services, body: OllamaRequest) -> Sequences:
         stop_strings=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
         num_logprobs=body.num_logprobs,
         max_time_s=body.max_time_s,
+        prefixes=PrefixChoice.of(body),
     )
 
 

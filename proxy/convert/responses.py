@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_mesh.proxy.convert.common import ChatJob
+from mlx_mesh.proxy.convert.prefixes import PrefixChoice
 from mlx_mesh.proxy.convert.sampling import sampling_params
 from mlx_mesh.proxy.convert.structure import response_format
 from mlx_mesh.proxy.convert.thinking import template_options
@@ -70,6 +71,7 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
         sampling=sampling_params(body, tokenizer),
         max_tokens=body.max_output_tokens,
         max_time_s=body.max_time_s or 0.0,
+        prefixes=PrefixChoice.of(body),
         num_logprobs=body.num_logprobs,
         tools=tools if choice.may_call else (),
         one_call=one_call,

@@ -71,7 +71,7 @@ async def capabilities(request: Request) -> Response:
                 "images": False,
                 "audio": False,
                 "embeddings": False,
-                "prefix_cache": False,
+                "prefix_cache": True,
             },
             "limits": {
                 "context_length": services.client.readiness.context_length,

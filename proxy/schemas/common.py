@@ -11,6 +11,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
+MAX_SALT_CHARS = 128
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -44,6 +45,8 @@ class CoreSampling(Strict):
     xtc_threshold: float | None = Field(default=None, ge=0, le=0.5, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     max_time_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_CHARS)
+    skip_prefix_cache: bool | None = None
 
 
 class SamplingFields(CoreSampling):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import ConfigDict, Field
 
-from mlx_mesh.proxy.schemas.common import MAX_STOPS, MAX_TOP_LOGPROBS, StopString, Strict
+from mlx_mesh.proxy.schemas.common import MAX_SALT_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS, StopString, Strict
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
 
 
@@ -74,6 +74,8 @@ class OllamaRequest(Strict):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     max_time_s: float = Field(default=0.0, gt=0, allow_inf_nan=False)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_CHARS)
+    skip_prefix_cache: bool | None = None
     format: str | dict[str, Any] | None = None  # "json", or a JSON schema
 
     @property

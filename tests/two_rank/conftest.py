@@ -160,6 +160,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     failure: RequestFailed | None = None
+    cached_tokens: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -304,6 +305,7 @@ def collect(reports: Sequence[EngineReport], request_id: str) -> Answer:
                     answer.token_ids += chunk.token_ids
                     answer.logprobs += chunk.logprobs
                     answer.finish_reason = chunk.finish_reason
+                    answer.cached_tokens += chunk.cached_tokens
     return answer
 
 

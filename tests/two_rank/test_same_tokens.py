@@ -65,6 +65,24 @@ def expected(tiny_llama: Path) -> dict[str, list[list[int]]]:
     return {"greedy": greedy, "seeded": []}
 
 
+def talk_on(mesh: Any) -> None:
+    """The second turn of a long conversation begins with the first one, and says the same as without."""
+
+    def turn(name: str, prompt: tuple[int, ...], **fields: Any) -> GenerateRequest:
+        greedy = SamplingParams(temperature=0.0)
+        return GenerateRequest(id=name, prompt_ids=prompt, max_tokens=8, sampling=greedy, **fields)
+
+    first = tuple((7 * i * i + 3 * i) % 313 + 4 for i in range(1800))
+    (said,) = answers(mesh, [turn("turn 1", first)])
+    second = (*first, *said, *((5 * i) % 311 + 5 for i in range(40)))
+    mesh.submit(turn("turn 2", second))
+    warm = mesh.answer("turn 2")
+    assert warm.cached_tokens == len(first) + len(said)
+    mesh.submit(turn("cold", second, skip_prefix_cache=True))
+    cold = mesh.answer("cold")
+    assert (cold.token_ids, cold.cached_tokens) == (warm.token_ids, 0)
+
+
 @pytest.mark.parametrize("name", SPLITS)
 def test_64_tokens_are_the_same_alone_and_in_a_batch_of_8(
     name: str, bench: Any, tiny_llama: Path, expected: dict[str, list[list[int]]]
@@ -84,6 +102,7 @@ def test_64_tokens_are_the_same_alone_and_in_a_batch_of_8(
         for row in requests("seeded alone ", 0.9)[::3]:
             assert answers(mesh, [row]) == [seeded[int(row.id[-1])]]
         assert seeded != expected["greedy"]
+        talk_on(mesh)
         assert mesh.stop() == [0] * len(stages)
 
 

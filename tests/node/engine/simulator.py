@@ -110,6 +110,9 @@ class SimulatedExchange:
         whole[self.rank] = x
         return self.all_sum(whole)
 
+    def settle(self) -> None:
+        """Nothing is under way here."""
+
     def broadcast_ids(self, ids: Any, num_rows: int, after: list[Any]) -> Any:
         mine = mx.zeros((num_rows,), dtype=mx.uint32) if ids is None else ids.astype(mx.uint32)
         return self.all_sum(mine)

@@ -25,6 +25,8 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.grammar import GrammarReady, RowGrammar
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader
+from mlx_mesh.node.engine.prefix_planner import Stored
+from mlx_mesh.node.engine.prefix_store import PrefixStore
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.scheduler import Produced, Scheduler
 from mlx_mesh.node.pipe import BlockingPipe
@@ -42,6 +44,10 @@ class CountingGeneration:
     longest_row: int = 0
     prompt_steps: int = 0  # that each row takes before its first token
     steps_of: dict[str, int] = field(default_factory=dict)
+    prefixes: PrefixStore = field(default_factory=PrefixStore)
+
+    def take_stored(self) -> list[Stored]:
+        return []
 
     def prompt_tokens_after(self, plan: StepPlan) -> int:
         return sum(len(admission.prompt_ids) for admission in plan.admit)

@@ -1,0 +1,87 @@
+"""How the prefix cache of a mesh is set, and what it may take on each rank. Pure."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+
+from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.hostfile_fields import parse_memory
+from mlx_mesh.mesh.kv_budget import KvBudget
+
+UNKNOWN_LIMIT_BYTES = 1024**3
+"""Of a rank whose memory has no known limit."""
+
+
+class PrefixSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_bytes`: of all entries on one rank; 0 = half of what its memory leaves for keys and values."""
+
+    is_enabled: bool = True
+    max_bytes: int = 0
+
+
+def add_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags of launcher and manual bootstrap, under the names that other servers have for them."""
+    parser.add_argument(
+        "--enable-prefix-caching",
+        nargs="?",
+        const="true",
+        default="true",
+        metavar="true|false",
+        help="begin prompts with what earlier ones have in common (default true)",
+    )
+    parser.add_argument(
+        "--no-enable-prefix-caching",
+        "--disable-kv-cache",
+        dest="enable_prefix_caching",
+        action="store_const",
+        const="false",
+        help="keep nothing of a request when it ends",
+    )
+    parser.add_argument(
+        "--prefix-cache-bytes",
+        "--prompt-cache-bytes",
+        metavar="SIZE",
+        help="the most for that on each rank, like 2GB; 0 = off (default half of what is left for KV)",
+    )
+
+
+def read_flags(flags: argparse.Namespace) -> PrefixSettings:
+    """Raises SettingsError."""
+    word = str(flags.enable_prefix_caching).lower()
+    if word not in ("true", "false"):
+        raise SettingsError(f"--enable-prefix-caching {flags.enable_prefix_caching}: give true or false.")
+    given = flags.prefix_cache_bytes
+    if given is None:
+        return PrefixSettings(is_enabled=word == "true")
+    size = int(given) if given.isascii() and given.isdecimal() else parse_memory(given)
+    if isinstance(size, str) or size >= 1 << 63:
+        raise SettingsError(
+            f"--prefix-cache-bytes {given!r} is no size: a number of bytes, or like 500MB, 2GB or 2GiB."
+        )
+    return PrefixSettings(is_enabled=word == "true" and size > 0, max_bytes=size)
+
+
+class PrefixCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one rank. A follower knows `num_entries` and `num_bytes` only: the others are the leader's."""
+
+    num_entries: int = 0
+    num_bytes: int = 0  # as its arrays say
+    limit_bytes: int = 0
+    num_hits: int = 0  # admissions that began with an entry
+    num_misses: int = 0
+    num_tokens: int = 0  # that did not have to be computed again
+    num_stored: int = 0
+    num_evicted: int = 0  # for want of room, or replaced by a longer one
+
+
+def limits_of(settings: PrefixSettings, kv: KvBudget) -> tuple[int, ...]:
+    """Bytes by rank; of one rank when nothing is known of the ranks."""
+
+    def limit(budget_bytes: int | None) -> int:
+        if budget_bytes is None:
+            return settings.max_bytes or UNKNOWN_LIMIT_BYTES
+        return min(settings.max_bytes or budget_bytes // 2, budget_bytes)
+
+    return tuple(limit(rank.budget_bytes) for rank in kv.ranks) or (limit(None),)

@@ -1,0 +1,105 @@
+"""Rows that begin with a kept prefix, and what is kept of rows: between generator and store."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+
+from mlx_mesh.mesh.messages import Admission
+from mlx_mesh.mesh.prefix_index import MIN_TOKENS
+from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.prefix_planner import Stored
+from mlx_mesh.node.engine.prefix_store import Cache, PrefixStore, begin_with, can_cut
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    entry: int
+    num_reused: int
+    checkpoints: dict[int, int]  # tokens -> entry
+
+
+class RowPrefixes:
+    """The same on every rank, because the plans and the generator's steps are."""
+
+    def __init__(self, generator: BatchGenerator) -> None:
+        self.store = PrefixStore()
+        self._generator = generator
+        self._rows: dict[int, _Row] = {}  # by the generator's number
+        self._lengths: dict[int, int] = {}  # tokens of each entry
+        self._stored: list[Stored] = []
+
+    def insert(self, admission: Admission, **options: Any) -> int:
+        """Give a row to the generator, as BatchGenerator.insert; returns its number."""
+        prompt, num_reused = list(admission.prompt_ids), admission.num_reused
+        if num_reused:
+            options["caches"] = [self._beginning(admission)]
+            options["all_tokens"] = [prompt[:num_reused]]
+        points = [point for point, _ in admission.checkpoints]
+        edges = itertools.pairwise([num_reused, *points, len(prompt)])
+        (uid,) = self._generator.insert_segments([[prompt[a:b] for a, b in edges]], **options)
+        self._rows[uid] = _Row(admission.entry, num_reused, dict(admission.checkpoints))
+        return int(uid)
+
+    def forget(self, uid: int) -> None:
+        """The row is gone."""
+        self._rows.pop(uid, None)
+
+    def keep_checkpoints(self, progress: Sequence[Any]) -> None:
+        """After a step, with what it says of prompts."""
+        for one in progress:
+            row = self._rows.get(one.uid)
+            if row is None or not one.end_of_segment or one.end_of_prompt:
+                continue
+            entry = row.checkpoints.get(row.num_reused + one.progress[0])
+            if entry is not None:
+                cache, tokens = self._extract([one.uid])[one.uid]
+                self._keep(entry, cache, tokens)
+
+    def keep_finished(self, response: Any) -> None:
+        """The row of a response that has a finish_reason."""
+        row = self._rows[response.uid]
+        if row.entry:
+            self._keep(row.entry, response.prompt_cache, response.all_tokens)
+
+    def keep_rows(self, uids: Sequence[int]) -> None:
+        """Rows that are about to be removed, as far as they came."""
+        uids = [uid for uid in uids if self._rows[uid].entry]
+        for uid, (cache, tokens) in self._extract(uids).items():
+            if len(tokens) > self._rows[uid].num_reused:
+                self._keep(self._rows[uid].entry, cache, tokens)
+
+    def take_stored(self) -> list[Stored]:
+        stored, self._stored = self._stored, []
+        return stored
+
+    def _beginning(self, admission: Admission) -> Cache:
+        cache = self.store.get(admission.reuse)
+        if cache is not None:
+            return begin_with(cache, self._lengths[admission.reuse], admission.num_reused)
+        for uid, row in self._rows.items():
+            if row.entry == admission.reuse:
+                cache, tokens = self._extract([uid])[uid]
+                return begin_with(cache, len(tokens), admission.num_reused)
+        raise EngineError(
+            "internal",
+            f"Request {admission.id} is to begin with entry {admission.reuse} of the prefix cache, which "
+            "this rank does not have.",
+        )
+
+    def _extract(self, uids: Sequence[int]) -> dict[int, tuple[Cache, Sequence[int]]]:
+        with mx.stream(self._generator.stream):
+            return {uid: tuple(found) for uid, found in self._generator.extract_cache(uids).items()}
+
+    def _keep(self, entry: int, cache: Cache, tokens: Sequence[int]) -> None:
+        if len(tokens) < MIN_TOKENS:
+            return
+        with mx.stream(self._generator.stream):
+            num_bytes = self.store.put(entry, cache)
+        self._lengths[entry] = len(tokens)
+        self._stored.append(Stored(entry, tuple(tokens), can_cut(cache), num_bytes))
