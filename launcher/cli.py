@@ -38,6 +38,7 @@ from mlx_mesh.launcher.up import dry_run, up
 from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.hostfile_words import MPI_REASON
+from mlx_mesh.mesh.kv_options import KV_BITS, KV_GROUP_SIZES
 from mlx_mesh.mesh.links import LINKS
 from mlx_mesh.mesh.types import Backend, Sharding
 
@@ -264,6 +265,8 @@ def _plan(arguments: Arguments) -> int:
         link=arguments.link,
         context=arguments.context,
         num_sequences=arguments.sequences,
+        kv_bits=arguments.kv_bits,
+        kv_group_size=arguments.kv_group_size,
         revision=arguments.revision,
         is_offline=arguments.offline,
         ssh_config=arguments.ssh_config,
@@ -312,6 +315,8 @@ def _chosen_config(arguments: Arguments) -> LaunchConfig:
         model=arguments.model,
         adapter=getattr(arguments, "adapter_path", None),
         sharding=getattr(arguments, "sharding", None),
+        kv_bits=getattr(arguments, "kv_bits", None),
+        kv_group_size=getattr(arguments, "kv_group_size", None),
         ssh_config=arguments.ssh_config,
         host="127.0.0.1",
     )
@@ -376,6 +381,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="machine-readable")
 
     _add_adapter_flag(plan)
+    _add_kv_flags(plan)
 
     verify = command("verify", _verify, "Compare a mesh's answers with those of one host.")
     verify.add_argument("model", metavar="MODEL", help="folder or hub id")
@@ -387,6 +393,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="default: auto",
     )
     _add_adapter_flag(verify)
+    _add_kv_flags(verify)
     verify.add_argument(
         "--layer-by-layer",
         action="store_true",
@@ -436,6 +443,12 @@ def _add_adapter_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter-path", metavar="DIR", help="LoRA or DoRA adapter, a folder on each host")
 
 
+def _add_kv_flags(parser: argparse.ArgumentParser) -> None:
+    bits, sizes = ", ".join(map(str, KV_BITS)), ", ".join(map(str, KV_GROUP_SIZES))
+    parser.add_argument("--kv-bits", type=int, metavar="N", help=f"quantise the KV cache to {bits} bits")
+    parser.add_argument("--kv-group-size", type=int, metavar="N", help=f"in groups of {sizes} (default 64)")
+
+
 def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub id; wins over the hostfile's")
     _add_adapter_flag(parser)
@@ -468,6 +481,8 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
         "--context", type=int, metavar="TOKENS", help="longest context to plan for and to serve"
     )
     prefix_settings.add_flags(parser)
+    _add_kv_flags(parser)
+    parser.add_argument("--quantized-kv-start", type=int, metavar="TOKENS", help="only 0: from the first one")
     parser.add_argument("--offline", action="store_true", help="ask no hub; the files must be on each host")
     parser.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
     parser.add_argument("--detach", action="store_true", help="return when ready; `down` stops it")
@@ -513,6 +528,9 @@ def _flags(arguments: Arguments) -> Flags:
         max_queued_requests=arguments.max_queued_requests,
         context=arguments.context,
         prefix=prefix_settings.read_flags(arguments),
+        kv_bits=arguments.kv_bits,
+        kv_group_size=arguments.kv_group_size,
+        quantized_kv_start=arguments.quantized_kv_start,
         ssh_config=arguments.ssh_config,
         is_offline=arguments.offline,
         paranoid=arguments.paranoid,

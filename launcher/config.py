@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from mlx_mesh.mesh.errors import HostfileError, SettingsError
 from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, parse_hostfile
 from mlx_mesh.mesh.hostfile_fields import check_name
+from mlx_mesh.mesh.kv_options import KvOptions, check_kv_options
 from mlx_mesh.mesh.messages import Deadlines, MeshConfig
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.types import Backend, Sharding
@@ -43,6 +44,9 @@ class Flags:
     max_queued_requests: int | None = None
     context: int | None = None
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
+    kv_bits: int | None = None
+    kv_group_size: int | None = None
+    quantized_kv_start: int | None = None
     ssh_config: str | None = None
     is_offline: bool = False
     paranoid: bool = False
@@ -73,6 +77,7 @@ class LaunchConfig:
     context_length: int = 0  # 0 = the model's
     prefill_step_size: int = 0  # 0 = chosen by sharding
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
+    kv_options: KvOptions = field(default_factory=KvOptions)
     is_offline: bool = False  # no host asks the hub
     ssh_config: str = ""  # '' = ~/.ssh/config
     notes: tuple[str, ...] = ()
@@ -170,6 +175,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         max_queued_requests=256 if flags.max_queued_requests is None else flags.max_queued_requests,
         context_length=flags.context or 0,
         prefix=flags.prefix,
+        kv_options=check_kv_options(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
         ssh_config=str(Path(flags.ssh_config).expanduser().resolve()) if flags.ssh_config else "",
         notes=hostfile.notes,
         is_offline=flags.is_offline,

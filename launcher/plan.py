@@ -15,6 +15,7 @@ from mlx_mesh.launcher.remote import CommandTimeout, RemoteHost, run
 from mlx_mesh.mesh.capacity import wired_limit_advice
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.kv_options import with_kv_options
 from mlx_mesh.mesh.measurements import Measurements, rates_of, slowest_link
 from mlx_mesh.mesh.placement import (
     HostCapacity,
@@ -41,7 +42,7 @@ def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
     """Raises PlacementError with the reason and the valid choices; nothing was loaded then."""
     measurements = read_measurements(os.environ)
     request = request_of(config, hosts, measurements)
-    footprint = read_footprint(hosts[0], is_offline=config.is_offline)
+    footprint = with_kv_options(read_footprint(hosts[0], is_offline=config.is_offline), config.kv_options)
     capacities = [capacity_of(host, measurements) for host in hosts]
     try:
         placement = plan_placement(footprint, capacities, request)

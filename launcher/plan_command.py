@@ -37,6 +37,7 @@ from mlx_mesh.launcher.text import table
 from mlx_mesh.mesh.capacity import HostCapacity, PlacementRequest, mac_usable_bytes
 from mlx_mesh.mesh.errors import PreflightError, SettingsError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.kv_options import check_kv_options, with_kv_options
 from mlx_mesh.mesh.links import LINKS, Link
 from mlx_mesh.mesh.measurements import Measurements, Rates, rates_of, rates_of_chip, slowest_link
 from mlx_mesh.mesh.placement import format_bytes
@@ -65,6 +66,8 @@ class PlanQuestion:
     link: str = ""
     context: str = "4096"
     num_sequences: int = 4
+    kv_bits: int | None = None
+    kv_group_size: int | None = None
     revision: str = ""
     is_offline: bool = False
     ssh_config: str | None = None
@@ -87,6 +90,7 @@ def answer(question: PlanQuestion, environment: Mapping[str, str]) -> Answer:
         raise SettingsError(f"--sequences {question.num_sequences} is out of range; it must be at least 1.")
     if question.link and question.link not in LINKS:
         raise SettingsError(f"--link {question.link} is not known; use one of {', '.join(LINKS)}.")
+    kv_options = check_kv_options(question.kv_bits, question.kv_group_size, None)
     measurements = read_measurements(environment)
     if question.hostfile and not question.memory:
         for flag, given in (("--nodes", question.num_nodes), ("--chip", question.chip)):
@@ -102,6 +106,7 @@ def answer(question: PlanQuestion, environment: Mapping[str, str]) -> Answer:
     if question.link:
         link = LINKS[question.link]
     request = PlacementRequest(context_tokens=context, num_sequences=question.num_sequences, link=link)
+    footprint = with_kv_options(footprint, kv_options)
     found = survey(footprint, hosts, request)
     if link is None and len(hosts) > 1:
         notes = (

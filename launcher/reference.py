@@ -35,7 +35,9 @@ def _run(
 ) -> ReferenceScores:
     usable = host.facts.usable_memory_bytes
     limit = min(host.entry.memory_limit_bytes or usable, usable)
-    task = ReferenceTask(answers=tuple(answers), memory_bytes=limit // MEMORY_PART)
+    task = ReferenceTask(
+        answers=tuple(answers), memory_bytes=limit // MEMORY_PART, kv_options=config.kv_options
+    )
     flags = inspect_flags(host.adapter, is_offline=config.is_offline)
     words = [host.python, "-I", "-u", "-m", "mlx_mesh.node.engine.reference", host.model, *flags]
     found: list[str] = []

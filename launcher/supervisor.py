@@ -631,6 +631,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         paranoid=config.paranoid,
         prefill_step_size=config.prefill_step_size,
         prefix=config.prefix,
+        kv_options=config.kv_options,
         plan_context=context,
         plan_sequences=sequences,
         link=slowest_link([host.facts for host in hosts], measurements, config.backend),

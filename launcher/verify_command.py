@@ -24,8 +24,9 @@ from mlx_mesh.launcher.running import api_of
 from mlx_mesh.launcher.state import StateFolder, state_root
 from mlx_mesh.launcher.up import up
 from mlx_mesh.mesh.errors import MeshError, PlacementError
+from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.memory import format_bytes
-from mlx_mesh.mesh.reference import Answered, Scored
+from mlx_mesh.mesh.reference import Answered, ReferenceScores, Scored
 from mlx_mesh.mesh.types import Sharding
 
 Say = Callable[[str], None]
@@ -60,6 +61,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     reference: str
     prompts: tuple[Compared, ...]
+    kv_bits: int = 0  # 0 = keys and values are not quantised
+    agreement: tuple[int, int] = (0, 0)  # then: so many of so many tokens are also the unquantised model's
 
     @property
     def largest_gap(self) -> float:
@@ -89,9 +92,21 @@ def verify(config: LaunchConfig, environment: Mapping[str, str], say: Say, *, by
             say(f"{leader.name} cannot hold it whole, so it is recomputed layer by layer. {_why(error)}")
     say(f"Asking {config.num_ranks} ranks ...")
     answers = _ask(mesh, environment, say)
+    kv_bits, agreement = config.kv_options.bits, (0, 0)
+    if kv_bits:
+        say(f"Recomputing the answers on {leader.name} with unquantised keys and values ...")
+        plain = replace(alone, kv_options=KvOptions())
+        scores = score_by_layers(plain, [_answered(answer) for answer in answers], say)
+        agreement = _agreement(scores, answers)
     if expected is not None:
         compared = [compare(*item) for item in zip(PROMPTS, expected, answers, strict=True)]
-        return Verdict(model=config.model, reference=f"{leader.name} alone", prompts=tuple(compared))
+        return Verdict(
+            model=config.model,
+            reference=f"{leader.name} alone",
+            prompts=tuple(compared),
+            kv_bits=kv_bits,
+            agreement=agreement,
+        )
     say(f"Recomputing the answers on {leader.name}, layer by layer ...")
     scores = score_by_layers(alone, [_answered(answer) for answer in answers], say)
     compared = [compare_scored(*item) for item in zip(PROMPTS, scores.answers, answers, strict=True)]
@@ -99,7 +114,23 @@ def verify(config: LaunchConfig, environment: Mapping[str, str], say: Say, *, by
         f"{leader.name} layer by layer, {scores.num_parts} part{'s' if scores.num_parts > 1 else ''} of at "
         f"most {format_bytes(scores.largest_part_bytes)}"
     )
-    return Verdict(model=config.model, reference=reference, prompts=tuple(compared))
+    return Verdict(
+        model=config.model,
+        reference=reference,
+        prompts=tuple(compared),
+        kv_bits=kv_bits,
+        agreement=agreement,
+    )
+
+
+def _agreement(scores: ReferenceScores, answers: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many of how many tokens the reference would have chosen, each after the tokens before it."""
+    pairs = [
+        (best, token)
+        for scored, answer in zip(scores.answers, answers, strict=True)
+        for best, token in zip(scored.best_ids, answer["token_ids"], strict=True)
+    ]
+    return sum(best == token for best, token in pairs), len(pairs)
 
 
 def _why(error: PlacementError) -> str:
@@ -190,6 +221,12 @@ def lines(verdict: Verdict) -> list[str]:
                 f"should be {item.near_tie:.3g} apart; largest gap {item.largest_gap:.2e}: {beginning!r}"
             )
     what = "The mesh answers as one host does" if verdict.is_same else "The mesh does NOT answer as one host"
+    if verdict.kv_bits:
+        same, count = verdict.agreement
+        out.append(
+            f"Of {count} tokens with keys and values of {verdict.kv_bits} bits, {same} are also the "
+            f"likeliest without quantisation ({100 * same / max(1, count):.1f} %)."
+        )
     return [
         *out,
         f"{what} ({verdict.reference}); the largest gap of log-probability is {verdict.largest_gap:.2e}.",

@@ -23,6 +23,8 @@ class LayerFootprint(msgspec.Struct, frozen=True, kw_only=True):
     kv_window: int = 0  # tokens a sliding window keeps; 0 = the whole context
     whole_kv_bytes_per_token: int = 0  # of kv_bytes_per_token, what every tensor rank keeps (latents)
     whole_state_bytes: int = 0  # and of fixed_state_bytes
+    kv_group_size: int = 0  # the largest groups its keys and values can be quantised in; 0 = never
+    kv_itemsize: int = 0  # and the bytes of one of their numbers
     active_bytes: int = 0  # weights that one token reads, of experts only the chosen ones; 0 = all
     active_parameters: int = 0  # that one token is multiplied with; 0 = unknown
 
@@ -94,6 +96,7 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     tensor: TensorFootprint
     every_stage_bytes: int = 0  # part of embedding_bytes that all stages read (per-layer inputs)
+    kv_refusal: str = ""  # why no keys and values of this model can be quantised; '' = see the layers
     quantization: str = ""  # "4 bit, groups of 64"; '' = none, or unknown
 
     @property

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from mlx_mesh.mesh.kv_budget import KvBudget
+from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.links import Link
 from mlx_mesh.mesh.prefix_settings import PrefixCounters, PrefixSettings
 from mlx_mesh.mesh.types import Backend, HostFacts, Phase, Placement, Sharding, Versions
@@ -86,6 +87,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int = 32  # decoded together
     max_queue: int = 256
     prefill_step_size: int = 0  # 0 = chosen by sharding
+    kv_options: KvOptions = KvOptions()
     plan_context: int = 4096  # tokens and sequences that the memory plan reserves KV for
     plan_sequences: int = 4
     link: Link | None = None  # the slowest between hosts, for placement; None = unknown
@@ -265,6 +267,7 @@ class Load(Message, frozen=True):
     is_paranoid: bool = False  # report a StepDigest after every step
     kv: KvBudget = KvBudget()  # of all ranks; the leader admits by it
     prefix: PrefixSettings = PrefixSettings()
+    kv_options: KvOptions = KvOptions()
 
 
 class WarmUp(Message, frozen=True):

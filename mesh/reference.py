@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from mlx_mesh.mesh.kv_options import KvOptions
+
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt and the tokens that the mesh generated after it."""
@@ -17,6 +19,7 @@ class ReferenceTask(msgspec.Struct, frozen=True, kw_only=True):
 
     answers: tuple[Answered, ...]
     memory_bytes: int
+    kv_options: KvOptions = KvOptions()
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,13 +87,15 @@ class Division(msgspec.Struct, frozen=True):
 
 class DividedBytes(msgspec.Struct, frozen=True):
     """Parameters that are cut alike, `times` of them: each element of `layout` weighs `bytes_per_element`.
-    `is_leaders`: not cut, but rank 0 alone keeps them (biases that may count only once)."""
+    `is_leaders`: not cut, but rank 0 alone keeps them (biases that may count only once). `kv_itemsize`: these
+    are keys and values that may be quantised, of numbers of so many bytes; 0 = they are not."""
 
     division: Division
     layout: Layout
     bytes_per_element: int
     times: int = 1
     is_leaders: bool = False
+    kv_itemsize: int = 0
 
     @property
     def total(self) -> int:

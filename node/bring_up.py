@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.kv_budget import KvBudget
+from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.membership import Verdict
 from mlx_mesh.mesh.messages import (
     Connect,
@@ -47,6 +48,7 @@ class EpochPlan:
     context_length: int
     kv: KvBudget
     prefix: PrefixSettings
+    kv_options: KvOptions
     is_paranoid: bool
     is_first: bool  # no epoch was ready before: what misses a deadline now is not tried again
 
@@ -199,6 +201,7 @@ async def _load(control: Control, plan: EpochPlan) -> None:
                 is_paranoid=plan.is_paranoid,
                 kv=plan.kv,
                 prefix=plan.prefix,
+                kv_options=plan.kv_options,
             ),
         )
     limit = control.deadlines.load_stall_s

@@ -23,6 +23,7 @@ from dotenv import dotenv_values
 
 from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.kv_options import check_kv_options
 from mlx_mesh.mesh.messages import AgentConfig, Deadlines, HostPlan, MeshConfig
 from mlx_mesh.mesh.types import Backend, Sharding
 from mlx_mesh.node.keys import MIN_SECRET_BYTES
@@ -103,6 +104,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--api-key-file", metavar="FILE", help="one API key per line")
     serve.add_argument("--served-model-name", action="append", default=[], metavar="NAME")
     serve.add_argument("--chat-template", default="", metavar="FILE", help="instead of the model's")
+    serve.add_argument("--kv-bits", type=int, metavar="N", help="quantise the KV cache to so many bits")
+    serve.add_argument("--kv-group-size", type=int, metavar="N", help="in groups of 32, 64 or 128 (64)")
+    serve.add_argument("--quantized-kv-start", type=int, metavar="TOKENS", help="only 0: from the first one")
     serve.add_argument("--strip-thinking", action="store_true", help="leave reasoning out of answers")
     prefix_settings.add_flags(serve)
     return parser
@@ -224,6 +228,7 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         chat_template=flags.chat_template,
         strip_thinking=flags.strip_thinking,
         prefix=prefix_settings.read_flags(flags),
+        kv_options=check_kv_options(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
     )
 
 

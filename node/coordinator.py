@@ -19,6 +19,7 @@ from typing import Any
 from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.kv_budget import KvBudget, kv_budget
+from mlx_mesh.mesh.kv_options import with_kv_options
 from mlx_mesh.mesh.membership import ObservedClock, RestartBudget, Verdict, VerdictKind, judge
 from mlx_mesh.mesh.messages import (
     AgentConfig,
@@ -368,7 +369,8 @@ class Coordinator:
 
     async def _inspect(self, model: Path) -> None:
         adapter = Path(self._config.adapter) if self._config.adapter else None
-        self._footprint = await inspect_model(self._programs.inspect, model, self.deadlines.spawn_s, adapter)
+        found = await inspect_model(self._programs.inspect, model, self.deadlines.spawn_s, adapter)
+        self._footprint = with_kv_options(found, self.mesh.kv_options)
         self._changed.set()
 
     async def _plan_epoch(self) -> EpochPlan:
@@ -396,6 +398,7 @@ class Coordinator:
             context_length=self._context_length(),
             kv=self._kv_budget(),
             prefix=self.mesh.prefix,
+            kv_options=self.mesh.kv_options,
             is_first=not self._was_ready,
             is_paranoid=self.mesh.paranoid,
         )

@@ -17,6 +17,7 @@ from mlx_mesh.node.engine.certificate import certify
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.probe import divisible_units, why_undivided
+from mlx_mesh.node.engine.quantised_kv import why_not_quantised
 from mlx_mesh.node.engine.rules import Proposal, State, Unit, base_of, module_at
 from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
@@ -67,6 +68,7 @@ def _measure(
         head = every_stage = 0
         caches, problem = _grown_caches(lazy)
         cuts: tuple[int, ...] = ()
+        kv_refusal = untraced
         reason, hidden, vocabulary = f"{untraced}{problem}", 0, 0
     else:
         calls = range(len(trace.calls))
@@ -77,6 +79,7 @@ def _measure(
         head = sizes.take(outside[path] for path in trace.parameters[TAIL])
         caches = trace.caches
         cuts, reason = _cuts(trace)
+        kv_refusal = why_not_quantised(lazy.model, trace)
         hidden = max(
             (
                 sum(trace.shapes[ref].nbytes(1, 1) for ref in trace.crossing(position))
@@ -96,6 +99,8 @@ def _measure(
                 kv_bytes_per_token=cache.bytes_per_token,
                 fixed_state_bytes=cache.fixed_bytes,
                 kv_window=cache.window,
+                kv_group_size=cache.group_size,
+                kv_itemsize=cache.itemsize,
                 **_whole_state(cache, [unit.state for unit in proposal.units if unit.layer == index]),
             )
             for index, (weights, cache) in enumerate(zip(layer_bytes, caches, strict=True))
@@ -110,6 +115,7 @@ def _measure(
         context_length=_context_length(lazy.config),
         vocab_size=vocabulary,
         tensor=_tensor(lazy, trace, proposal, sum(layer_bytes) + embedding + head, head),
+        kv_refusal=kv_refusal,
     )
 
 
@@ -204,7 +210,11 @@ def _tensor(
             kv_groups.append(unit.num_units)
             in_layer = [other.state for other in proposal.units if other.layer == unit.layer]
             cache = trace.caches[unit.layer] if trace else CacheSize(0, 0, 0)
-            kv += _divided_state(unit, cache.bytes_per_token, in_layer)
+            itemsize = cache.itemsize if cache.group_size else 0
+            kv += [
+                msgspec.structs.replace(part, kv_itemsize=itemsize)
+                for part in _divided_state(unit, cache.bytes_per_token, in_layer)
+            ]
             fixed += _divided_state(unit, cache.fixed_bytes, in_layer, is_fixed=True)
     vocabulary = [part for unit in proposal.vocabulary for part in _parts(lazy.model, unit)]
     heads = [unit for unit in proposal.vocabulary if trace and gives_logits(unit, trace)]

@@ -34,6 +34,7 @@ from mlx_mesh.node.engine.prefix_store import PrefixStore, can_always_cut
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
 from mlx_mesh.node.engine.scheduler import Produced, Scheduler
+from mlx_mesh.node.engine.shard import NewCaches
 
 RequestOf = Callable[[str], GenerateRequest]
 
@@ -79,7 +80,9 @@ class Generation:
         max_sequences: int,
         prefill_step_size: int,
         is_leader: bool,
+        new_caches: NewCaches | None = None,
     ) -> None:
+        """`new_caches` makes the caches of a new row; None = mlx-lm's own for the model."""
         self._exchange = exchange
         self.can_always_cut = can_always_cut(model)
         self._sampler = LeaderSampler(exchange) if is_leader else FollowerSampler(exchange)
@@ -90,6 +93,7 @@ class Generation:
             prefill_batch_size=min(MAX_PREFILL_ROWS, max_sequences),
             prefill_step_size=prefill_step_size,
         )
+        self._new_caches = new_caches
         self._uids: dict[str, int] = {}
         self._ids: dict[int, str] = {}
         self._processors: dict[str, RowProcessor] = {}
@@ -150,6 +154,7 @@ class Generation:
             uid = self._prefixes.insert(
                 admission,
                 max_tokens=[admission.max_tokens],
+                caches=[self._new_caches()] if self._new_caches is not None else None,
                 logits_processors=[processors],
                 stop_sequences=[StopSequences([(i,) for i in admission.stop_token_ids])],
             )

@@ -118,6 +118,7 @@ def load(
         reporter.progress,
         reporter.entered_layer,
         command.adapter,
+        command.kv_options,
     )
     reporter.is_paranoid = command.is_paranoid
     reporter.reached(Phase.LOADED, weights_bytes=shard.weights_bytes, plan_digest=placement.digest())
@@ -144,6 +145,7 @@ def warm_up(
         max_sequences=command.max_sequences,
         prefill_step_size=command.prefill_step_size or PREFILL_STEP_SIZE[sharding],
         is_leader=config.rank == 0,
+        new_caches=shard.new_caches,
     )
     loop = (_leader if config.rank == 0 else _follower)(config, channels, command, generation, reporter)
     reporter.reached(Phase.READY)

@@ -27,7 +27,7 @@ from mlx_mesh.mesh.reference import Answered, ReferenceScores, ReferenceTask, Sc
 from mlx_mesh.mesh.types import Placement, Shard, Sharding
 from mlx_mesh.node.blas import engine_environment, find_openblas, is_wanted
 from mlx_mesh.node.engine.inspect import kept_footprint
-from mlx_mesh.node.engine.shard import load_shard
+from mlx_mesh.node.engine.shard import LoadedShard, load_shard
 from mlx_mesh.node.facts import resolve_model
 from mlx_mesh.node.hub import fetch_for_layers
 
@@ -47,10 +47,16 @@ def score_answers(model: str, adapter: str, task: ReferenceTask, say: Say) -> Re
         here = placement.shards[rank]
         fetch_for_layers(folder, placement.num_layers, here.start_layer, here.end_layer, lambda *_: None)
         shard = load_shard(
-            str(folder), placement, rank, StoredExchange(rank, num_stages, crossing), _silent, adapter=adapter
+            str(folder),
+            placement,
+            rank,
+            StoredExchange(rank, num_stages, crossing),
+            _silent,
+            adapter=adapter,
+            kv=task.kv_options,
         )
         largest = max(largest, shard.weights_bytes)
-        outputs = [_run(shard.model, answered, crossing) for answered in task.answers]
+        outputs = [_run(shard, answered, crossing) for answered in task.answers]
         if rank == 0:
             scores = tuple(
                 _scored(logits, answered) for logits, answered in zip(outputs, task.answers, strict=True)
@@ -119,10 +125,11 @@ class StoredExchange:
         raise AssertionError("nothing is sampled here")
 
 
-def _run(model: Any, answered: Answered, crossing: dict[tuple[int, int], deque[Any]]) -> Any:
+def _run(shard: LoadedShard, answered: Answered, crossing: dict[tuple[int, int], deque[Any]]) -> Any:
     """One sequence through one stage, as one prefill; evaluated, so that the stage can go."""
     tokens = mx.array([(*answered.prompt_ids, *answered.answer_ids[:-1])])
-    out = model(tokens, cache=make_prompt_cache(model))
+    caches = shard.new_caches() if shard.new_caches is not None else make_prompt_cache(shard.model)
+    out = shard.model(tokens, cache=caches)
     mx.eval([out, *(x for waiting in crossing.values() for x in waiting)])
     return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_mesh.mesh.errors import PlacementError
+from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.tensor_units import Range
 from mlx_mesh.mesh.types import Placement, Sharding
 from mlx_mesh.node.engine.certificate import certify
@@ -25,6 +27,7 @@ from mlx_mesh.node.engine.pipeline import (
     plan_pipeline,
 )
 from mlx_mesh.node.engine.probe import divisible_units, take_ranges, why_undivided
+from mlx_mesh.node.engine.quantised_kv import quantised_caches
 from mlx_mesh.node.engine.rules import Proposal, Unit
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
@@ -32,6 +35,7 @@ from mlx_mesh.node.engine.vocabulary import gives_logits
 
 OnProgress = Callable[[int, int], None]
 OnLayer = Callable[[int], None]
+NewCaches = Callable[[], list[Any]]
 
 
 @dataclass(slots=True)
@@ -47,6 +51,7 @@ class LoadedShard:
     layer_bytes: tuple[int, ...]  # per local layer, in order
     pipeline: PipelinePlan | None = None
     whole_parts: tuple[str, ...] = field(default=())  # tensor: what stayed whole, and why
+    new_caches: NewCaches | None = None  # makes those of a new sequence; None = mlx-lm's own
 
 
 def load_shard(
@@ -57,18 +62,20 @@ def load_shard(
     on_progress: OnProgress,
     on_layer: OnLayer | None = None,
     adapter: str = "",
+    kv: KvOptions | None = None,
 ) -> LoadedShard:
     """Load rank `rank` of `placement` from the folder `model`, with the adapter of the folder `adapter`.
 
     Reads layer by layer; `on_progress(done, total)` after each. `on_layer(i)` is called whenever a local
-    layer is entered. Raises SettingsError for an unusable folder, PlacementError for an impossible placement.
+    layer is entered. `kv`: how caches are kept, None = as they come. Raises SettingsError for an unusable
+    folder, PlacementError for an impossible placement.
     """
     lazy = open_lazy(model, adapter)
     proposal = trace = None
     if placement.sharding == Sharding.TENSOR:  # the same verdict as the plan's, and on every rank
         trace = _trace_or_none(lazy)
         proposal = certify(lazy, trace).proposal
-    return shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
+    return shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace, kv)
 
 
 def shard_model(
@@ -80,9 +87,30 @@ def shard_model(
     on_layer: OnLayer | None = None,
     proposal: Proposal | None = None,
     trace: ModelTrace | None = None,
+    kv: KvOptions | None = None,
 ) -> LoadedShard:
     """`load_shard` for a model that is already open; the model is changed in place. `proposal` and `trace`:
     its tensor units and its trace, when they are known already."""
+    if kv is None or not kv.bits:
+        return _shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
+    trace = trace or trace_model(lazy.model)  # the plan has refused a model that has none
+    shard = _shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
+    here = placement.shards[rank]
+    layers = range(here.start_layer, here.end_layer)
+    shard.new_caches = functools.partial(quantised_caches, shard.model, trace, kv, layers)
+    return shard
+
+
+def _shard_model(
+    lazy: LazyModel,
+    placement: Placement,
+    rank: int,
+    exchange: Exchange,
+    on_progress: OnProgress,
+    on_layer: OnLayer | None,
+    proposal: Proposal | None,
+    trace: ModelTrace | None,
+) -> LoadedShard:
     if len(lazy.layers) != placement.num_layers:
         raise PlacementError(
             f"The placement is for {placement.num_layers} layers, {lazy.folder} has {len(lazy.layers)}. "

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_mesh.mesh.kv_options import KV_GROUP_SIZES
 from mlx_mesh.node.engine import tree
 from mlx_mesh.node.engine.caches import CachePart, cache_ids, cache_parts, can_tick
 from mlx_mesh.node.engine.dependencies import TAIL, find_dependencies
@@ -45,11 +46,15 @@ class TraceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """What the caches of a layer keep: bytes per token, per sequence whatever its length, and the window."""
+    """What the caches of a layer keep: bytes per token, per sequence whatever its length, and the window. If
+    they are all plain caches of all tokens, they may be quantised: in groups of up to `group_size` numbers
+    (0 = the heads do not divide) of `itemsize` bytes (0 = of another kind)."""
 
     bytes_per_token: int
     fixed_bytes: int
     window: int
+    group_size: int = 0
+    itemsize: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class ModelTrace:
     parameters: dict[int, frozenset[str]]
     reads: dict[int, frozenset[int]]
     caches: tuple[CacheSize, ...]  # per layer
+    cache_layers: tuple[int, ...]  # per cache of make_prompt_cache: the layer that fills it; -1 = none
     logits_shape: tuple[int, ...]
 
     def crossing(self, position: int) -> tuple[Ref, ...]:
@@ -134,6 +140,7 @@ def trace_model(model: Any) -> ModelTrace:
             parameters=found.parameters,
             reads=found.reads,
             caches=_cache_sizes(third, len(layers)),
+            cache_layers=tuple(_first_user(third, cache) for cache in third.caches),
             logits_shape=third.logits_shape,
         )
     except TraceError:
@@ -146,6 +153,7 @@ def trace_model(model: Any) -> ModelTrace:
 class _Watcher:
     """Runs the real layers and notes what goes in and out of each."""
 
+    caches: list[Any]
     opaque: set[int]  # ids of cache objects
     calls: list[LayerCall] = field(default_factory=list)
     arrays: dict[Ref, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
@@ -270,7 +278,7 @@ def _watch(model: Any, layers: list[Any], batch: int, length: int, history: int)
     caches = make_prompt_cache(model)
     if history:
         model(mx.zeros((batch, history), dtype=mx.uint32), cache=caches)
-    watcher = _Watcher(opaque=cache_ids(caches))
+    watcher = _Watcher(caches=caches, opaque=cache_ids(caches))
     hook_model(model, layers, watcher)
     try:
         model(mx.zeros((batch, length), dtype=mx.uint32), cache=caches)
@@ -312,23 +320,48 @@ def _dim(a: int, b: int, c: int) -> Dim | None:
     return None
 
 
+def _first_user(watcher: _Watcher, cache: Any) -> int:
+    """The first layer that gets this cache, or a member of it; -1 when none does."""
+    users = [watcher.cache_layers.get(id(leaf), -1) for _, leaf in cache_parts(cache)]
+    return max(users, default=-1)
+
+
 def _cache_sizes(watcher: _Watcher, num_layers: int) -> tuple[CacheSize, ...]:
     sizes = [[0, 0, 0, 0] for _ in range(num_layers)]  # per token, fixed, window, any unbounded
+    plain: list[list[Any]] = [[] for _ in range(num_layers)]  # keys and values in caches of all tokens
+    others = [0] * num_layers  # bytes per token in caches of another kind
+    whole = {id(cache) for cache in watcher.caches}
     for key, cache in watcher.cache_objects.items():
-        size = sizes[watcher.cache_layers[key]]
+        layer = watcher.cache_layers[key]
+        size = sizes[layer]
         if hasattr(cache, "update_and_fetch"):
-            keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
-            per_token = sum(
-                x.nbytes // x.shape[0] // max(1, x.shape[2])
-                for x in (keys, values)
+            kept = [
+                x
+                for x in (getattr(cache, "keys", None), getattr(cache, "values", None))
                 if isinstance(x, mx.array) and x.ndim == 4
-            )
+            ]
+            per_token = sum(x.nbytes // x.shape[0] // max(1, x.shape[2]) for x in kept)
             window = int(getattr(cache, "max_size", 0) or getattr(cache, "chunk_size", 0) or 0)
             size[0] += per_token
             size[2] = max(size[2], window)
             size[3] |= per_token > 0 and not window
+            if type(cache) is KVCache and key in whole:
+                plain[layer] += kept
+            else:
+                others[layer] += per_token
         elif isinstance(getattr(cache, "cache", None), list):
             size[1] += sum(x.nbytes for x in cache.cache if isinstance(x, mx.array))
-    return tuple(
-        CacheSize(token, fixed, 0 if unbounded else window) for token, fixed, window, unbounded in sizes
-    )
+    found = []
+    for (token, fixed, window, unbounded), kept, other in zip(sizes, plain, others, strict=True):
+        group_size, itemsize = (0, 0) if other else _quantised_by(kept)
+        found.append(CacheSize(token, fixed, 0 if unbounded else window, group_size, itemsize))
+    return tuple(found)
+
+
+def _quantised_by(kept: list[Any]) -> tuple[int, int]:
+    """The largest groups that divide the heads of these keys and values, and the size of their numbers."""
+    itemsizes = {x.dtype.size for x in kept}
+    if len(itemsizes) != 1:
+        return 0, 0
+    fitting = [size for size in KV_GROUP_SIZES if all(x.shape[-1] % size == 0 for x in kept)]
+    return max(fitting, default=0), itemsizes.pop()

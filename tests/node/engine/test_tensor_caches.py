@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_mesh.mesh.kv_options import KvOptions, with_kv_options
 from mlx_mesh.mesh.memory import ModelMemory
 from mlx_mesh.mesh.tensor_plan import tensor_needs
 from mlx_mesh.node.engine.footprints import measure
@@ -24,18 +25,23 @@ CASES = {  # KV heads are copied where there are fewer than ranks, or where a sh
 }
 
 
-@pytest.mark.parametrize(("kind", "weights"), [(kind, w) for kind in CASES for w in CASES[kind]], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "weights", "bits"),
+    [*((kind, w, 0) for kind in CASES for w in CASES[kind]), ("qwen3_moe", [2, 1], 4)],
+    ids=str,
+)
 def test_the_caches_of_a_tensor_rank_are_as_large_as_planned(
-    tiny: ModuleType, simulator: ModuleType, kind: str, weights: list[int]
+    tiny: ModuleType, simulator: ModuleType, kind: str, weights: list[int], bits: int
 ) -> None:
-    footprint = measure(tiny.build(tiny.CONFIGS[kind]), "")
+    options = KvOptions(bits=bits, group_size=32)
+    footprint = with_kv_options(measure(tiny.build(tiny.CONFIGS[kind]), ""), options)
     placement = tiny.slices(footprint.num_layers, weights)
 
     def body(rank: int, exchange: Any) -> int:
-        model = shard_model(
-            tiny.build(tiny.CONFIGS[kind]), placement, rank, exchange, tiny.ignore_progress
-        ).model
-        cache = make_prompt_cache(model)
+        lazy = tiny.build(tiny.CONFIGS[kind])
+        shard = shard_model(lazy, placement, rank, exchange, tiny.ignore_progress, kv=options)
+        model = shard.model
+        cache = shard.new_caches() if shard.new_caches is not None else make_prompt_cache(model)
         mx.eval(model((mx.arange(TOKENS) % 90)[None], cache=cache))
         mx.eval([entry.state for entry in cache])
         return sum(entry.nbytes for entry in cache)
