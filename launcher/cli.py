@@ -478,7 +478,11 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
         help="that wait beyond these; more get 429 (default 256)",
     )
     parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help="longest context to plan for and to serve"
+        "--context",
+        "--max-kv-size",
+        type=int,
+        metavar="TOKENS",
+        help="longest context to plan for and to serve; an answer ends there with `length`",
     )
     prefix_settings.add_flags(parser)
     _add_kv_flags(parser)

@@ -7,7 +7,12 @@ from typing import Any
 import pydantic
 from pydantic import ConfigDict, Field
 
-from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_TOP_LOGPROBS, SamplingFields
+from mlx_mesh.proxy.schemas.common import (
+    FILTERS_THAT_ARE_NOT,
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    SamplingFields,
+)
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
 
 
@@ -71,6 +76,7 @@ CHAT_FIELDS = FieldPolicy(
         "verbosity": Refused("the model has no such setting.", ("medium",)),
         "web_search_options": Refused("there is no web search."),
         "moderation": Refused("nothing is moderated."),
+        **FILTERS_THAT_ARE_NOT,
     },
     ignored={
         "user": "there are no per-user accounts or limits",

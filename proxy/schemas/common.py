@@ -7,11 +7,20 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import ConfigDict, Field
 
+from mlx_mesh.proxy.schemas.fields import Refused
+
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_SALT_CHARS = 128
+
+FILTERS_THAT_ARE_NOT = {
+    "typical_p": Refused("this filter does not exist here.", (1.0, 1)),
+    "top_n_sigma": Refused("this filter does not exist here.", (-1.0, -1, 0.0, 0)),
+    "p_less": Refused("this filter does not exist here.", (False,)),
+}
+"""Of other servers for MLX; mlx-lm has none of them."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 

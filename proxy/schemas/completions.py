@@ -7,7 +7,12 @@ from typing import Any
 from pydantic import Field
 
 from mlx_mesh.proxy.errors import ApiError, invalid
-from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_TOP_LOGPROBS, SamplingFields
+from mlx_mesh.proxy.schemas.common import (
+    FILTERS_THAT_ARE_NOT,
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    SamplingFields,
+)
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
 
 MAX_PROMPTS = 64
@@ -71,6 +76,7 @@ COMPLETION_FIELDS = FieldPolicy(
     body=CompletionRequest,
     refused={
         "suffix": Refused("text is only continued, never filled in.", ("",)),
+        **FILTERS_THAT_ARE_NOT,
     },
     ignored={"user": "there are no per-user accounts or limits"},
 )

@@ -20,6 +20,7 @@ from mlx_mesh.launcher.programs import echo_link
 from mlx_mesh.launcher.remote import LocalHost
 from mlx_mesh.mesh.errors import PreflightError, SettingsError
 from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.measurements import HostMeasurement, Measurements
 from mlx_mesh.mesh.reference import Scored
 from mlx_mesh.mesh.types import HostFacts, Versions
@@ -250,3 +251,12 @@ def test_offline_reaches_every_host(tiny_llama: Path) -> None:
     assert config.is_offline
     with pytest.raises(PreflightError, match=r"--offline forbids to ask the hub"):
         check_hosts(config)
+
+
+def test_cache_flags_reach_the_plan_and_the_mesh() -> None:
+    parser = cli.build_parser()
+    plan = parser.parse_args(["plan", "m", "--kv-bits", "4", "--kv-group-size", "32"])
+    assert (plan.kv_bits, plan.kv_group_size) == (4, 32)
+    words = ["serve", "--model", "m", "--kv-bits", "8", "--quantized-kv-start", "0", "--max-kv-size", "900"]
+    config = build_config(local_hostfile(1, "sim"), cli._flags(parser.parse_args(words)), {})
+    assert (config.kv_options, config.context_length) == (KvOptions(bits=8, group_size=64), 900)

@@ -276,6 +276,8 @@ def test_top_p_zero_means_the_most_probable_token(start_front: Any, saying: Any,
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"made_up": 1}, "made_up"),
+        ({"typical_p": 0.9}, "typical_p"),
+        ({"top_n_sigma": 1.5}, "top_n_sigma"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
     ],
 )

@@ -106,6 +106,7 @@ def test_an_empty_prompt_starts_from_the_beginning_of_text(start_front: Any, upp
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "p_less": True}, "p_less"),
         ({"prompt": "a", "best_of": 2, "n": 3}, "best_of"),
         ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
         ({"prompt": ["a"] * 64, "n": 2}, "n"),
@@ -121,6 +122,7 @@ def test_a_bad_field_is_refused_by_name(plain_front: Any, fields: dict[str, Any]
 
 def test_neutral_values_of_refused_fields_are_taken(start_front: Any, upper: Any) -> None:
     fields = {"prompt": "a", "n": 1, "best_of": 1, "echo": False, "suffix": "", "user": "me"}
+    fields |= {"typical_p": 1, "p_less": False}
     assert start_front(upper).post(PATH, fields).status_code == 200
 
 
