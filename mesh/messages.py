@@ -158,6 +158,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""  # what the generated tokens must match, in llguidance's Lark dialect or its JSON
     cache_salt: str = ""  # only requests with the same one share prefixes
     skip_prefix_cache: bool = False  # begin with no kept prefix, and keep none
+    reset_prefix: bool = False  # begin with no kept prefix, and keep this one
     cache_points: tuple[int, ...] = ()  # lengths of prefixes of the prompt that others are likely to share
 
 
@@ -172,7 +173,8 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request, without the end-of-text token. The last chunk has a finish_reason."""
+    """New tokens of one request, without the end-of-text token. The last chunk has a finish_reason. One
+    without tokens may come first: the request has its place now."""
 
     id: str
     token_ids: tuple[int, ...] = ()
@@ -354,11 +356,12 @@ class StepDigest(Message, frozen=True):
 
 class Tokens(Message, frozen=True):
     """Leader only: what one step produced; `admitted` are requests that the steps to come take part in,
-    said before any rank computes them."""
+    said before any rank computes them, and `cached` how many tokens of each prompt need not be computed."""
 
     step: int
     chunks: tuple[TokenChunk, ...]
     admitted: tuple[str, ...] = ()
+    cached: tuple[int, ...] = ()
 
 
 class RequestFailed(Message, frozen=True):
@@ -720,6 +723,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 * 1024 * 1024
     keepalive_s: float = 5.0
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
+    keeps_prefixes: bool = True
 
 
 # ---------------------------------------------------------------- agent -> launcher (stdout lines)

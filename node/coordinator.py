@@ -691,6 +691,7 @@ class Coordinator:
             allowed_origins=self.mesh.allowed_origins,
             chat_template=self.mesh.chat_template,
             strip_thinking=self.mesh.strip_thinking,
+            keeps_prefixes=self.mesh.prefix.is_enabled,
             version=metadata.version("mlx-mesh"),
         )
 

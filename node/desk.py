@@ -186,9 +186,12 @@ class Desk:
 
     # ------------------------------------------------------------ the engine's side
 
-    def note_admitted(self, request_ids: tuple[str, ...]) -> None:
-        """These take part in the steps to come."""
+    def note_admitted(self, request_ids: tuple[str, ...], cached: tuple[int, ...] = ()) -> None:
+        """These take part in the steps to come, and begin with so many `cached` tokens."""
         self.journal.note_admitted(request_ids)
+        for request_id, num_cached in zip(request_ids, cached, strict=False):
+            if self.journal.is_new(request_id):  # one that comes back said it before
+                self._send(Chunk(chunk=TokenChunk(id=request_id, cached_tokens=num_cached)))
 
     def take(self, chunks: tuple[TokenChunk, ...]) -> bool:
         """Pass on what a step produced; True when it had tokens (the step was real work)."""

@@ -69,6 +69,11 @@ class Journal:
         entry = self._entries.get(request_id)
         return entry is not None and entry.is_submitted
 
+    def is_new(self, request_id: str) -> bool:
+        """Nothing of it was sent yet, and it was handed to an engine once."""
+        entry = self._entries.get(request_id)
+        return entry is not None and not entry.sent_ids and entry.num_admissions == 1
+
     def open(self, request: GenerateRequest, now: float) -> None:
         """Take a request. Its id must be new (ValueError)."""
         if request.id in self._entries:

@@ -26,6 +26,7 @@ class Generation:
         self._client = client
         self._pieces: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
         self._num_left = len(sequences)
+        self._admitted = asyncio.Event()
         self._began_at = time.monotonic()
         assemblers = [Assembler(decoder, sequence) for sequence in sequences]
         self.tallies = tuple(assembler.tally for assembler in assemblers)
@@ -41,6 +42,8 @@ class Generation:
                 request = await self._follow(index, request, sequence, assembler)
         except Exception as error:  # handed to whoever waits in `next`
             self._pieces.put_nowait(error)
+        finally:
+            self._admitted.set()
 
     async def _follow(
         self, index: int, request: GenerateRequest, sequence: NewSequence, assembler: Assembler
@@ -49,6 +52,8 @@ class Generation:
         if not assembler.must_end_thinking:
             async with contextlib.aclosing(self._client.generate(request)) as chunks:
                 async for chunk in chunks:
+                    if index == 0:
+                        self._admitted.set()
                     if chunk.finish_reason == "cancelled":
                         raise GenerationFailed(
                             "the mesh ended this request", code="cancelled", retry_after_s=5
@@ -78,6 +83,13 @@ class Generation:
         for piece in pieces:
             self._pieces.put_nowait((index, piece))
         return bool(pieces) and isinstance(pieces[-1], EndPiece)
+
+    async def is_admitted(self, timeout_s: float) -> bool:
+        """Whether the first sequence has its place, or something ended, within `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._admitted.wait()
+        return self._admitted.is_set()
 
     async def next(self, timeout_s: float | None = None) -> tuple[int, Piece] | None:
         """The next piece and its sequence's number; None when all are finished. Raises TimeoutError when

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mlx_mesh.mesh.messages import ProxyConfig
 from mlx_mesh.node.client import CoordinatorClient
+from mlx_mesh.proxy.conversation import Conversations
 from mlx_mesh.proxy.errors import ApiError, not_ready, shutting_down
 from mlx_mesh.proxy.grammar_check import GrammarChecker
 from mlx_mesh.proxy.metrics import Metrics
@@ -27,6 +28,7 @@ class Services:
     started: int = field(default_factory=lambda: int(time.time()))
     open_answers: OpenAnswers = field(default_factory=OpenAnswers)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    conversations: Conversations = field(default_factory=Conversations)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
     @property

@@ -313,7 +313,9 @@ class Leader:
             plan = self._scheduler.next_plan(time.monotonic())
             if plan.admit and not is_silent:  # before any rank computes them: one may never come back
                 admitted = tuple(admission.id for admission in plan.admit)
-                self._reporter.send(Tokens(step=self._reporter.step, chunks=(), admitted=admitted))
+                cached = tuple(map(self._scheduler.num_cached, admitted))
+                step = self._reporter.step
+                self._reporter.send(Tokens(step=step, chunks=(), admitted=admitted, cached=cached))
             self._plans.publish(plan)
             self._published.append(plan)
         if self._published:

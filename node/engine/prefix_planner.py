@@ -85,7 +85,7 @@ class PrefixPlanner:
     def must_wait(self, request: GenerateRequest, prompt: tuple[int, ...]) -> bool:
         """A row that was admitted computes much of the same prompt now: the request begins with its work
         as soon as that is done."""
-        if not self._takes_part(request):
+        if request.reset_prefix or not self._takes_part(request):
             return False
         rows = [r for r in self._rows.values() if r.is_computing and r.salt == request.cache_salt]
         mine = packed(prompt) if rows else b""
@@ -101,7 +101,9 @@ class PrefixPlanner:
 
     def find(self, request: GenerateRequest, prompt: tuple[int, ...]) -> Hit | None:
         """What the request would begin with; it is the last one to go when room is made."""
-        hit = self._index.find(prompt, request.cache_salt) if self._takes_part(request) else None
+        if request.reset_prefix or not self._takes_part(request):
+            return None
+        hit = self._index.find(prompt, request.cache_salt)
         if hit is not None:
             self._index.use(hit.entry)
         return hit

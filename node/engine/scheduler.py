@@ -138,6 +138,10 @@ class Scheduler:
         """An admitted request."""
         return self._running[request_id].request
 
+    def num_cached(self, request_id: str) -> int:
+        """Prompt tokens of an admitted request that need not be computed."""
+        return self._running[request_id].num_cached
+
     def next_plan(self, now_s: float) -> StepPlan:
         """The next step's plan, in arrival order; `now_s` dates the admissions."""
         for request_id in self._to_cancel:

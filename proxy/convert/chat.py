@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 
 from mlx_mesh.proxy.convert.common import ChatJob
@@ -37,7 +38,7 @@ def chat_job(services: Services, body: ChatRequest) -> ChatJob:
         num_logprobs=body.num_logprobs,
         num_choices=body.n or 1,
         max_time_s=body.max_time_s or 0.0,
-        prefixes=PrefixChoice.of(body),
+        prefixes=dataclasses.replace(PrefixChoice.of(body), is_reset=bool(body.reset_conversation)),
         tools=tools if choice.may_call else (),
         one_call=one_call,
         form=call_form(choice, tools, wanted_form(body), only_one=one_call),

@@ -157,6 +157,7 @@ def prepare(
                 grammar=grammar,
                 cache_salt=job.prefixes.salt,
                 skip_prefix_cache=job.prefixes.is_skipped,
+                reset_prefix=job.prefixes.is_reset,
                 cache_points=cache_points,
             )
             sequences.append(

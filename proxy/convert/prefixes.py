@@ -15,10 +15,12 @@ class _Fields(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefixChoice:
-    """`salt`: only requests with the same one share prefixes; `is_skipped`: it uses none and leaves none."""
+    """`salt`: only requests with the same one share prefixes; `is_skipped`: it uses none and leaves none;
+    `is_reset`: it uses none."""
 
     salt: str = ""
     is_skipped: bool = False
+    is_reset: bool = False
 
     @classmethod
     def of(cls, body: _Fields) -> PrefixChoice:

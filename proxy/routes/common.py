@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mlx_mesh.proxy.answers.base import Answer
 from mlx_mesh.proxy.bodies import read_json_object
+from mlx_mesh.proxy.conversation import Conversation
 from mlx_mesh.proxy.convert.common import Prepared
 from mlx_mesh.proxy.errors import json_response
 from mlx_mesh.proxy.generation import Generation
@@ -49,15 +50,24 @@ async def read_body(request: Request) -> dict[str, Any]:
 
 
 async def respond(
-    request: Request, services: Services, prepared: Prepared, answer: Answer, *, stream: bool
+    request: Request,
+    services: Services,
+    prepared: Prepared,
+    answer: Answer,
+    *,
+    stream: bool,
+    conversation: Conversation | None = None,
 ) -> Response:
-    """Generate, and answer as `stream` says. Raises GenerationFailed before the first byte."""
+    """Generate, and answer as `stream` says. Raises GenerationFailed before the first byte. With a
+    conversation, the answer's headers tell of it."""
     generation = Generation(services.client, services.tokenizer, prepared.sequences)
     ids = (prepared.id, request_id(request))
     services.open_answers.add(ids, generation)
 
     async def finish(is_complete: bool) -> None:
         services.open_answers.remove(ids, generation)
+        if conversation is not None:
+            services.conversations.end(conversation)
         await generation.close()
         count(services.metrics, generation.tallies)
         if not is_complete:
@@ -76,14 +86,20 @@ async def respond(
     owns_generation = True
     try:
         if stream:
+            headers = prepared.headers
+            if conversation is not None:
+                waiting = generation.is_admitted(services.config.keepalive_s)
+                is_admitted = await while_connected(request.receive, waiting)
+                headers = headers | conversation.headers(generation.tallies[0] if is_admitted else None)
             first = await _first_piece(generation)
             owns_generation = False  # the stream closes it
             events = answer_events(generation, first, answer, services.config.keepalive_s)
-            return EventStream(events, finish, prepared.headers, answer.media_type)
+            return EventStream(events, finish, headers, answer.media_type)
         pieces = await while_connected(request.receive, _collect(generation))
         is_complete = True
         body = answer.whole(pieces, Usage.of(generation.tallies))
-        return json_response(body, headers=prepared.headers)
+        more = {} if conversation is None else conversation.headers(generation.tallies[0])
+        return json_response(body, headers=prepared.headers | more)
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE_STATUS)
     finally:

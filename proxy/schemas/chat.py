@@ -51,6 +51,7 @@ class ChatRequest(SamplingFields):
     metadata: dict[str, Any] | None = None  # of it, conversation_id is read
     conversation_id: str | None = None
     conversation: str | None = None
+    reset_conversation: bool | None = None
 
     @property
     def thinking_limit(self) -> int | None:
@@ -83,7 +84,6 @@ CHAT_FIELDS = FieldPolicy(
         "safety_identifier": "there are no per-user accounts or limits",
         "store": "nothing is stored",
         "service_tier": "there is one tier",
-        "reset_conversation": "nothing of a conversation is kept between requests",
         "prediction": "a hint for speed; the answer is the same",
         "prompt_cache_key": "a hint for speed; the answer is the same",
         "prompt_cache_options": "a hint for speed; the answer is the same",

@@ -293,6 +293,18 @@ def test_the_next_epoch_gets_the_open_requests_with_what_was_sent(bench: Bench) 
     assert [(c.request.id, c.request.sent_ids) for c in bench.commands] == [("a", (5,)), ("b", ())]
 
 
+def test_the_client_hears_once_that_it_has_its_place_and_how_much_was_kept(bench: Bench) -> None:
+    bench.desk.open(1, 100)
+    bench.submit("a")
+    bench.desk.note_admitted(("a", "gone"), (40, 3))
+    assert bench.sent[-1] == Chunk(chunk=TokenChunk(id="a", cached_tokens=40))
+    num_sent = len(bench.sent)
+    bench.desk.epoch_ended(by_itself=False)
+    bench.desk.open(1, 100)
+    bench.desk.note_admitted(("a",), (0,))
+    assert len(bench.sent) == num_sent
+
+
 def test_a_request_that_ends_engines_fails_alone_and_says_so(bench: Bench) -> None:
     bench.desk.open(1, 100)
     bench.submit("bad")

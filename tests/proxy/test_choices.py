@@ -97,11 +97,11 @@ def test_echo_puts_the_prompt_before_the_answer_in_both_modes(numbered: Any, ids
         ({"conversation": "c", "conversation_id": "a"}, {}, "c"),
         ({}, {"X-Conversation-Id": "b"}, "b"),
         ({"metadata": {"conversation_id": "d"}}, {}, "d"),
-        ({"metadata": {"other": "d"}}, {}, None),
+        ({"metadata": {"other": "d"}}, {}, "default"),
     ],
 )
 def test_the_conversations_id_comes_back(
-    plain_front: Any, fields: dict[str, Any], headers: dict[str, str], expected: str | None
+    plain_front: Any, fields: dict[str, Any], headers: dict[str, str], expected: str
 ) -> None:
     response = plain_front.post(CHAT, {**USER, **fields}, headers=headers)
     assert response.headers.get("x-conv-id") == expected

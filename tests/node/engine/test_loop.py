@@ -243,7 +243,7 @@ def test_the_warm_up_is_silent_and_teaches_the_vocabulary(sockets: Any) -> None:
     assert "step" in stage.log
     assert stage.scheduler.vocab_size == 320
     stage.run(submit("a", 1), StopEngine())
-    assert stage.agent.receive() == Tokens(step=2, chunks=(), admitted=("a",))
+    assert stage.agent.receive() == Tokens(step=2, chunks=(), admitted=("a",), cached=(0,))
     report = stage.agent.receive()
     assert isinstance(report, Tokens)
     assert report.chunks[0].id == "a"
