@@ -288,11 +288,18 @@ class Cancel(Message, frozen=True):
     id: str
 
 
+class ResetPrefixes(Message, frozen=True):
+    """Drop all kept prefixes, on all ranks at one step. From the proxy with an `id`, which comes back in
+    NodeReply; to the leader's engine without one."""
+
+    id: str = ""
+
+
 class StopEngine(Message, frozen=True):
     """Leader only: send the stop plan and leave. Followers leave by that plan."""
 
 
-EngineCommand = Connect | JoinPlans | Load | WarmUp | Submit | Cancel | StopEngine
+EngineCommand = Connect | JoinPlans | Load | WarmUp | Submit | Cancel | ResetPrefixes | StopEngine
 
 # ---------------------------------------------------------------- engine -> agent
 
@@ -587,7 +594,7 @@ class ProxyBeat(Message, frozen=True):
 
 PROXY_BEAT_S = 1.0
 
-ProxyRequest = Submit | Cancel | StatusQuery | ChangeNode | ProxyReady | ProxyBeat
+ProxyRequest = Submit | Cancel | StatusQuery | ChangeNode | ResetPrefixes | ProxyReady | ProxyBeat
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -610,6 +617,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     is_leader: bool
     chip: str = ""
     detail: str = ""
+    prefix: PrefixCounters = PrefixCounters()
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,11 +77,13 @@ class PrefixCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def limits_of(settings: PrefixSettings, kv: KvBudget) -> tuple[int, ...]:
-    """Bytes by rank; of one rank when nothing is known of the ranks."""
+    """Bytes by rank; of one rank when nothing is known of the ranks. 0 when nothing is kept."""
 
     def limit(budget_bytes: int | None) -> int:
         if budget_bytes is None:
             return settings.max_bytes or UNKNOWN_LIMIT_BYTES
         return min(settings.max_bytes or budget_bytes // 2, budget_bytes)
 
+    if not settings.is_enabled:
+        return (0,) * (len(kv.ranks) or 1)
     return tuple(limit(rank.budget_bytes) for rank in kv.ranks) or (limit(None),)

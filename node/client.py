@@ -32,6 +32,7 @@ from mlx_mesh.mesh.messages import (
     ProxyEvent,
     ProxyReady,
     Readiness,
+    ResetPrefixes,
     StatusQuery,
     StatusReply,
     Submit,
@@ -226,8 +227,16 @@ class CoordinatorClient:
             query_id, ChangeNode(id=query_id, action=action, host=host), self._node_waiters
         )
 
+    async def reset_prefixes(self) -> NodeReply:
+        """Have all ranks drop what they keep of prompts. Raises StatusUnavailable after STATUS_DEADLINE_S."""
+        query_id = f"reset-{next(self._query_ids)}"
+        return await self._ask(query_id, ResetPrefixes(id=query_id), self._node_waiters)
+
     async def _ask(
-        self, query_id: str, query: StatusQuery | ChangeNode, waiters: dict[str, asyncio.Future[R]]
+        self,
+        query_id: str,
+        query: StatusQuery | ChangeNode | ResetPrefixes,
+        waiters: dict[str, asyncio.Future[R]],
     ) -> R:
         waiter: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         waiters[query_id] = waiter

@@ -24,6 +24,7 @@ from mlx_mesh.mesh.messages import (
     ProxyRequest,
     Readiness,
     RequestFailed,
+    ResetPrefixes,
     StatusQuery,
     StatusReply,
     Submit,
@@ -221,8 +222,18 @@ class Desk:
                 self._send(StatusReply(id=query_id, status=self._status(request.with_metrics)))
             case ChangeNode():
                 self._send(self._change_node(request))
+            case ResetPrefixes(id=query_id):
+                self._send(self._reset_prefixes(query_id))
             case ProxyReady() | ProxyBeat():
                 pass
+
+    def _reset_prefixes(self, query_id: str) -> NodeReply:
+        epoch = self.readiness.epoch
+        if not self.is_ready:
+            message = f"The mesh is not ready: {self.readiness.reason}."
+            return NodeReply(id=query_id, error="not_ready", message=message, epoch=epoch)
+        self._command(ResetPrefixes())
+        return NodeReply(id=query_id, message="All ranks drop what they keep.", epoch=epoch)
 
     def _submit(self, request: GenerateRequest) -> None:
         refusal = self._refusal(request)

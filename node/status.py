@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlx_mesh.mesh.messages import RankStatus
+from mlx_mesh.mesh.prefix_settings import PrefixCounters
 from mlx_mesh.mesh.types import Phase, Placement, Shard, Sharding
 from mlx_mesh.node.roster import RankRecord, Roster, Seat
 
@@ -47,6 +48,7 @@ def _row(
         is_leader=record.rank == 0,
         chip=member.join.facts.chip if member else "",
         detail=_detail(record, seat),
+        prefix=beat.prefix if beat else PrefixCounters(),
     )
 
 

@@ -18,6 +18,7 @@ from mlx_mesh.mesh.errors import MeshError
 from mlx_mesh.proxy.auth import Guard
 from mlx_mesh.proxy.errors import ApiError, shutting_down, to_api_error
 from mlx_mesh.proxy.routes import (
+    cache,
     cancel,
     capabilities,
     chat,
@@ -49,6 +50,7 @@ _ROUTERS = tuple(
         models,
         health,
         cluster,
+        cache,
         capabilities,
         openapi,
     )

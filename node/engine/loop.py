@@ -19,6 +19,7 @@ from mlx_mesh.mesh.messages import (
     EngineCommand,
     GenerateRequest,
     RequestFailed,
+    ResetPrefixes,
     StepPlan,
     StopEngine,
     Submit,
@@ -281,6 +282,8 @@ class Leader:
                 self._submit_with_grammar(request)
             case Cancel(id=request_id):
                 self._cancel(request_id)
+            case ResetPrefixes():
+                self._scheduler.prefixes.clear()
             case _:
                 raise EngineError("internal", f"{type(command).__name__} came to an engine that is ready.")
 

@@ -18,6 +18,7 @@ from mlx_mesh.mesh.messages import (
     SamplingParams,
     WarmUp,
 )
+from mlx_mesh.mesh.prefix_settings import PrefixCounters, limits_of
 from mlx_mesh.mesh.types import Phase, Sharding
 from mlx_mesh.node.engine.commands import Commands
 from mlx_mesh.node.engine.failure import EngineError
@@ -178,6 +179,8 @@ def _follower(
     config: EngineConfig, channels: Channels, command: Load, generation: Generation, reporter: Reporter
 ) -> Follower:
     assert isinstance(channels.plans, PlanReceiver)
+    limits = limits_of(command.prefix, command.kv)
+    reporter.prefix = PrefixCounters(limit_bytes=limits[min(config.rank, len(limits) - 1)])
     follower = Follower(generation, channels.plans, reporter)
     follower.warm_up()
     return follower

@@ -191,7 +191,7 @@ class PrefixPlanner:
         return PrefixCounters(
             num_entries=num_entries,
             num_bytes=num_bytes,
-            limit_bytes=self._limits[0] if self._is_enabled else 0,
+            limit_bytes=self._limits[0],
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_tokens=self._num_tokens,

@@ -140,7 +140,8 @@ class Reporter:
 
     def note_prefixes(self, num_entries: int, num_bytes: int) -> None:
         """What this rank keeps of prefixes; the leader says more, see `prefix`."""
-        self.prefix = PrefixCounters(num_entries=num_entries, num_bytes=num_bytes)
+        limit_bytes = self.prefix.limit_bytes
+        self.prefix = PrefixCounters(num_entries=num_entries, num_bytes=num_bytes, limit_bytes=limit_bytes)
 
     def note_tokens(self, step: int, tokens: list[tuple[str, int]]) -> None:
         """What the step gave, for the comparison with the other ranks."""

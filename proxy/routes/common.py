@@ -24,6 +24,9 @@ REFUSAL_GRACE_S = 0.1
 """How long a stream waits before its first byte for the coordinator to refuse: a full queue is then a
 status that clients retry on, and not an error event."""
 
+ADMISSION_S = 2.0
+"""How long the headers of a stream wait for its request to have its place, which they tell of."""
+
 CLIENT_GONE_STATUS = 499  # nginx's; nobody reads it
 
 _log = logging.getLogger("mlx_mesh.proxy")
@@ -88,7 +91,7 @@ async def respond(
         if stream:
             headers = prepared.headers
             if conversation is not None:
-                waiting = generation.is_admitted(services.config.keepalive_s)
+                waiting = generation.is_admitted(min(ADMISSION_S, services.config.keepalive_s))
                 is_admitted = await while_connected(request.receive, waiting)
                 headers = headers | conversation.headers(generation.tallies[0] if is_admitted else None)
             first = await _first_piece(generation)

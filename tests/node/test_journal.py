@@ -16,6 +16,7 @@ from mlx_mesh.mesh.messages import (
     NodeReply,
     Readiness,
     RequestFailed,
+    ResetPrefixes,
     SamplingParams,
     StatusQuery,
     StatusReply,
@@ -291,6 +292,18 @@ def test_the_next_epoch_gets_the_open_requests_with_what_was_sent(bench: Bench) 
     bench.commands.clear()
     assert bench.desk.open(2, 100) == 2
     assert [(c.request.id, c.request.sent_ids) for c in bench.commands] == [("a", (5,)), ("b", ())]
+
+
+def test_a_reset_is_handed_to_the_engine_that_leads_now(bench: Bench) -> None:
+    bench.desk.hear(ResetPrefixes(id="r1"))
+    refused = bench.sent[-1]
+    assert isinstance(refused, NodeReply) and (refused.id, refused.error) == ("r1", "not_ready")
+    assert not bench.commands
+    bench.desk.open(3, 100)
+    bench.desk.hear(ResetPrefixes(id="r2"))
+    taken = bench.sent[-1]
+    assert isinstance(taken, NodeReply) and (taken.id, taken.error, taken.epoch) == ("r2", "", 3)
+    assert bench.commands == [ResetPrefixes()]
 
 
 def test_the_client_hears_once_that_it_has_its_place_and_how_much_was_kept(bench: Bench) -> None:

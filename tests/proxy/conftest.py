@@ -37,11 +37,13 @@ from mlx_mesh.mesh.messages import (
     ProxyRequest,
     RankStatus,
     Readiness,
+    ResetPrefixes,
     StatusQuery,
     StatusReply,
     Submit,
     TokenChunk,
 )
+from mlx_mesh.mesh.prefix_settings import PrefixCounters
 from mlx_mesh.mesh.types import Backend, Phase, Sharding
 from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.node.pipe import AsyncPipe
@@ -191,6 +193,9 @@ class ScriptedCoordinator:
                 case ChangeNode():
                     self.changes.append((message.action, message.host))
                     pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
+                case ResetPrefixes():
+                    self.changes.append(("reset", ""))
+                    pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
                 case ProxyReady():
                     pass
         for task in running.values():
@@ -253,6 +258,13 @@ class ScriptedCoordinator:
                 peak_memory_bytes=3000,
                 last_heartbeat_s=0.5,
                 is_leader=rank == 0,
+                prefix=PrefixCounters(
+                    num_entries=2,
+                    num_bytes=100 + rank,
+                    limit_bytes=1000,
+                    num_hits=0 if rank else 5,
+                    num_tokens=0 if rank else 70,
+                ),
             )
             for rank in range(self.world_size)
         )

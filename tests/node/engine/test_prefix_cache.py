@@ -21,9 +21,11 @@ from mlx_mesh.node.engine.prefix_store import can_always_cut
 from mlx_mesh.node.engine.scheduler import Scheduler
 from mlx_mesh.node.engine.shard import shard_model
 
+RESET = "reset"
+
 Turn = Sequence[GenerateRequest | str]
 """Requests that are submitted together; a text is the id of one that is cancelled in the step after its first
-token."""
+token, or RESET."""
 
 
 @dataclass
@@ -84,6 +86,8 @@ class Stage:
             scheduler = Scheduler(1, max_sequences=8, kv=budget, prefixes=planner)
             published: deque[StepPlan] = deque()
             for turn in turns:
+                if RESET in turn:
+                    planner.clear()
                 doomed = {one for one in turn if isinstance(one, str)}
                 for one in turn:
                     if isinstance(one, GenerateRequest):
@@ -265,6 +269,15 @@ def test_what_a_cancelled_request_computed_is_kept(stage: Stage, tiny: ModuleTyp
     assert len(warm.tokens["1"]) < 50
     assert warm.cached["2"] >= 59
     assert warm.tokens["2"] == stage.play(config, placement, turns[1], prefix=OFF).tokens["2"]
+
+
+def test_a_reset_frees_all_ranks_and_the_next_prompt_is_new(stage: Stage, tiny: ModuleType) -> None:
+    prompt = words(40)
+    turns: list[Turn] = [[greedy("1", prompt)], [RESET]]
+    played = stage.play(tiny.llama(), tiny.stages(6, [3]), *turns, ahead=1)
+    assert (played.entries, played.num_bytes) == ([set(), set()], [0, 0])
+    played = stage.play(tiny.llama(), tiny.stages(6, [3]), *turns, [greedy("2", prompt)], ahead=1)
+    assert played.cached == {"1": 0, "2": 0}
 
 
 def of_tokens(*budgets: int) -> KvBudget:
