@@ -10,10 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mlx_mesh.launcher.remote import RemoteHost
-from mlx_mesh.mesh.errors import MeshError
+from mlx_mesh.mesh.errors import ExitCode, MeshError
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 120.0  # the server sends keepalives every few seconds while it streams
+
+
+_NOBODYS_FAULT = (408, 429, 499)
+"""Statuses of requests that may be sent again as they are."""
 
 
 class ApiError(MeshError):
@@ -23,6 +27,14 @@ class ApiError(MeshError):
         super().__init__(message)
         self.status = status
         self.code = code
+        if 400 <= status < 500 and status not in _NOBODYS_FAULT:
+            self.exit_code = ExitCode.USAGE
+
+
+class BadQuestion(ApiError):
+    """What cannot even be asked."""
+
+    exit_code = ExitCode.USAGE
 
 
 class _Through(http.client.HTTPConnection):
@@ -40,11 +52,15 @@ class Api:
     """One server. `via`: the host that can reach `url`; None = this machine can."""
 
     def __init__(self, url: str, api_key: str = "", via: RemoteHost | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ApiError(f"{url} is no http:// address. Give one like http://127.0.0.1:18000.")
-        self.url = f"{parts.scheme}://{parts.netloc}"
-        self.host, self.port = parts.hostname, parts.port or 80
+        try:
+            parts = urlsplit(url)
+            scheme, host, port = parts.scheme, parts.hostname, parts.port
+        except ValueError:  # a port or an IPv6 address that is none
+            scheme, host, port = "", None, None
+        if scheme != "http" or not host:
+            raise BadQuestion(f"{url} is no http:// address. Give one like http://127.0.0.1:18000.")
+        self.url = f"{scheme}://{parts.netloc}"
+        self.host, self.port = host, port or 80
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._via = via
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_mesh.launcher.api import Api, ApiError
+from mlx_mesh.launcher.api import Api, ApiError, BadQuestion
 from mlx_mesh.launcher.text import harmless
 
 PATH = "/v1/chat/completions"
@@ -20,8 +20,12 @@ PATH = "/v1/chat/completions"
 MAX_IMAGE_BYTES = 20 * 1024 * 1024
 MAX_PIPED_CHARS = 8 * 1024 * 1024
 
-HELP = "Ctrl-C stops an answer, /new (Ctrl-N) begins anew, image:/path shows an image, Ctrl-D ends."
+HELP = (
+    "Ctrl-C stops an answer, /new (Ctrl-N) begins anew, image:/path shows an image, /help says this, "
+    "Ctrl-D ends."
+)
 
+_COMMAND = re.compile(r"/[a-z]+$")
 _IMAGE = re.compile(r"(?:^|(?<=\s))image:(?:\"([^\"]+)\"|(\S+))")
 
 
@@ -116,13 +120,13 @@ def content_of(question: str) -> str | list[dict[str, Any]]:
 def _data_url(path: Path) -> str:
     kind = mimetypes.guess_type(path.name)[0] or ""
     if not kind.startswith("image/"):
-        raise ApiError(f"{path} is no image by its name; give a .png or .jpg, for example.")
+        raise BadQuestion(f"{path} is no image by its name; give a .png or .jpg, for example.")
     try:
         data = path.expanduser().read_bytes()
     except OSError as error:
-        raise ApiError(f"{path} cannot be read ({error.strerror}).") from error
+        raise BadQuestion(f"{path} cannot be read ({error.strerror}).") from error
     if len(data) > MAX_IMAGE_BYTES:
-        raise ApiError(f"{path} has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are sent.")
+        raise BadQuestion(f"{path} has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are sent.")
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -138,9 +142,9 @@ def piped_question(source: TextIO) -> str:
     """All that was piped in, as one question. Raises ApiError."""
     piped = source.read(MAX_PIPED_CHARS + 1)
     if len(piped) > MAX_PIPED_CHARS:
-        raise ApiError(f"More than {MAX_PIPED_CHARS} characters were piped in; a question is shorter.")
+        raise BadQuestion(f"More than {MAX_PIPED_CHARS} characters were piped in; a question is shorter.")
     if not piped.strip():
-        raise ApiError("Nothing was asked: neither --prompt nor a text on standard input.")
+        raise BadQuestion("Nothing was asked: neither --prompt nor a text on standard input.")
     return piped.strip()
 
 
@@ -163,6 +167,10 @@ def converse(chat: Chat, out: TextIO) -> None:
         if question == "/new":
             chat.forget()
             _write(out, "[a new conversation]\n")
+        elif question == "/help":
+            _write(out, f"[{HELP}]\n")
+        elif _COMMAND.match(question):
+            _write(out, f"[{question} is not known. {HELP}]\n")
         elif question:
             _answer(chat, question, out)
 

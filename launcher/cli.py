@@ -31,7 +31,7 @@ from mlx_mesh.launcher.detach import Outcome, RotatingLog, detach, tell
 from mlx_mesh.launcher.node_command import change_node
 from mlx_mesh.launcher.plan_command import PlanQuestion
 from mlx_mesh.launcher.running import api_of, find_folder, read_logs, take_down
-from mlx_mesh.launcher.state import StateFolder, already_running, state_root
+from mlx_mesh.launcher.state import ERROR_PREFIX, StateFolder, already_running, state_root
 from mlx_mesh.launcher.status import status_lines
 from mlx_mesh.launcher.text import harmless
 from mlx_mesh.launcher.up import dry_run, up
@@ -43,6 +43,7 @@ from mlx_mesh.mesh.links import LINKS
 from mlx_mesh.mesh.types import Backend, Sharding
 
 MAX_SIM = 64
+SHARDINGS = "auto, tensor or pipeline"
 
 Arguments = argparse.Namespace
 EXIT_CODES = "exit status: " + ", ".join(f"{code.value} {code.name.lower()}" for code in ExitCode)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MeshError as error:
         if arguments.debug:
             traceback.print_exc()
-        print(f"mlx-mesh: {told(error)}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{told(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -161,16 +162,17 @@ def _detached(descriptor: int, config: LaunchConfig, folder: StateFolder) -> int
             on_ready=on_ready,
         )
     except MeshError as error:
-        if is_told:
-            raise
-        tell(descriptor, Outcome(message=told(error), exit_code=error.exit_code))
+        if not is_told:
+            tell(descriptor, Outcome(message=told(error), exit_code=error.exit_code))
+        # For `status` and `down`; our stderr may be a log that was rotated away.
+        log.write(f"{ERROR_PREFIX}{told(error)}\n")
         return error.exit_code
     finally:
         log.close()
 
 
 def _down(arguments: Arguments) -> int:
-    folder = find_folder(arguments.target, os.environ)
+    folder = find_folder(arguments.target, os.environ, with_leftovers=True)
     done, problems = take_down(folder)
     for what in done:
         print(what)
@@ -214,7 +216,7 @@ def _node(arguments: Arguments) -> int:
 def _logs(arguments: Arguments) -> int:
     folder = find_folder(arguments.target, os.environ)
     state = folder.read_running()
-    num_files, where = 0, ""
+    ranks, where = [], ""
     for item in read_logs(state, arguments.rank, arguments.lines, arguments.follow):
         if item is None:
             if arguments.follow and not state.is_alive:
@@ -225,10 +227,12 @@ def _logs(arguments: Arguments) -> int:
                 line if prefix(str(item["rank"]), "")[:-1] in line else f"[{item['rank']}] {line}", flush=True
             )
         else:
-            num_files, where = int(item["num_files"]), str(item["folder"])
-    if not num_files and not arguments.follow:
-        what = "no log" if arguments.rank is None else f"no log of rank {arguments.rank}"
-        print(f"There is {what} in {where} on {state.hosts[0].name} yet.", file=sys.stderr)
+            ranks, where = list(map(int, item["ranks"])), str(item["folder"])
+            if ranks and arguments.rank not in (None, *ranks):
+                known = ", ".join(map(str, ranks))
+                raise SettingsError(f"Mesh {state.name} has no rank {arguments.rank}; its ranks are {known}.")
+    if not ranks and not arguments.follow:
+        print(f"There is no log in {where} on {state.hosts[0].name} yet.", file=sys.stderr)
     return ExitCode.OK
 
 
@@ -342,12 +346,7 @@ def build_parser() -> argparse.ArgumentParser:
     up_parser = command("up", _up, "Bring a mesh up and keep it up until Ctrl-C.")
     up_parser.add_argument("hostfile", nargs="?", help="hosts.yaml, or a JSON hostfile of mlx.launch")
     up_parser.add_argument("--sim", type=int, metavar="N", help="N ranks on this machine, without a hostfile")
-    up_parser.add_argument(
-        "--sharding",
-        type=Sharding,
-        choices=[Sharding.AUTO, Sharding.TENSOR, Sharding.PIPELINE],
-        help="default: auto",
-    )
+    up_parser.add_argument("--sharding", type=_sharding, help=f"{SHARDINGS}; default: auto")
     up_parser.add_argument(
         "--fault",
         action="append",
@@ -386,12 +385,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify = command("verify", _verify, "Compare a mesh's answers with those of one host.")
     verify.add_argument("model", metavar="MODEL", help="folder or hub id")
     verify.add_argument("hostfile", nargs="?", help="default: two ranks on this machine")
-    verify.add_argument(
-        "--sharding",
-        type=Sharding,
-        choices=[Sharding.AUTO, Sharding.TENSOR, Sharding.PIPELINE],
-        help="default: auto",
-    )
+    verify.add_argument("--sharding", type=_sharding, help=f"{SHARDINGS}; default: auto")
     _add_adapter_flag(verify)
     _add_kv_flags(verify)
     verify.add_argument(
@@ -499,6 +493,15 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
         help="compare all ranks after each step, before its tokens are sent",
     )
     parser.add_argument("--detached-fd", type=int, help=argparse.SUPPRESS)
+
+
+def _sharding(text: str) -> Sharding:
+    if text == Sharding.NONE:
+        raise argparse.ArgumentTypeError("none is what one rank has by itself; use auto")
+    try:
+        return Sharding(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; use {SHARDINGS}") from None
 
 
 def _backend(text: str) -> Backend:

@@ -13,7 +13,7 @@ from mlx_mesh.launcher.measured import read_measurements
 from mlx_mesh.launcher.preflight import ReadyHost
 from mlx_mesh.launcher.remote import CommandTimeout, RemoteHost, run
 from mlx_mesh.mesh.capacity import wired_limit_advice
-from mlx_mesh.mesh.errors import PlacementError
+from mlx_mesh.mesh.errors import ExitCode, PlacementError, PreflightError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.kv_options import with_kv_options
 from mlx_mesh.mesh.measurements import Measurements, rates_of, slowest_link
@@ -48,7 +48,7 @@ def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
         placement = plan_placement(footprint, capacities, request)
     except PlacementError as error:
         raise PlacementError("\n".join([str(error), *limit_advice(hosts)])) from error
-    notes = []
+    notes = context_notes(config.context_length, footprint.context_length)
     predicted = predict(placement, footprint, capacities, request)
     if predicted is not None:
         prefill = (
@@ -62,6 +62,14 @@ def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
             f"it fits on one host: {', '.join(whole)} could serve it alone, without a link to wait for"
         )
     return Plan(placement, plan_rows(placement, footprint, request), tuple(notes))
+
+
+def context_notes(asked: int, own: int) -> list[str]:
+    """What is to be said of a context that was asked for and that the model does not have; 0 = not asked for,
+    not known."""
+    if not own or asked <= own:
+        return []
+    return [f"warning: --context {asked} is longer than the model's own context of {own} tokens; {own} count"]
 
 
 def limit_advice(hosts: Sequence[ReadyHost]) -> list[str]:
@@ -113,7 +121,7 @@ def inspect_flags(adapter: str, *, is_offline: bool) -> list[str]:
 
 
 def ask_footprint(remote: RemoteHost, python: str, model: str, *flags: str) -> ModelFootprint:
-    """The same of any host. Raises PlacementError."""
+    """The same of any host. Raises PlacementError, or PreflightError when model or adapter are not there."""
     words = [python, "-I", "-u", "-m", "mlx_mesh.node.engine.inspect", model, *flags]
     try:
         completed = run(remote, words, b"", INSPECT_TIMEOUT_S)
@@ -132,6 +140,8 @@ def ask_footprint(remote: RemoteHost, python: str, model: str, *flags: str) -> M
                     f"launcher knows ({error}). Install the same mlx-mesh on both."
                 ) from error
     said = completed.last_words()
+    if completed.exit.code == ExitCode.PREFLIGHT:  # no usable files: it names model or adapter itself
+        raise PreflightError(f"{remote.name}: {said}")
     if completed.exit.signal is not None:
         said = (
             f"the process that reads its sizes did not end by itself, {completed.exit}, perhaps because the "

@@ -24,17 +24,25 @@ AGENT_GONE_S = 15.0  # an agent whose stdin closed ends its engines and itself
 PROGRAM_MARGIN_S = 20.0
 
 
-def find_folder(target: str | None, environment: Mapping[str, str]) -> StateFolder:
-    """The state folder for a mesh's NAME, a hostfile, or, without either, of the one mesh that runs."""
+def find_folder(
+    target: str | None, environment: Mapping[str, str], *, with_leftovers: bool = False
+) -> StateFolder:
+    """The state folder for a mesh's NAME, a hostfile, or, without either, of the one mesh that runs.
+    `with_leftovers`: when none runs, the one whose launcher was killed will do."""
     root = state_root(environment)
     if target is None:
-        running = [folder for folder, state in all_states(root) if state.is_alive]
-        if len(running) == 1:
-            return running[0]
-        if not running:
-            raise NotRunningError("No mesh runs here. Start one with `mlx-mesh up hosts.yaml`.")
-        names = ", ".join(folder.name for folder in running)
-        raise SettingsError(f"Several meshes run: {names}. Name one of them.")
+        running: list[StateFolder] = []
+        left: list[StateFolder] = []
+        for folder, state in all_states(root):
+            (running if state.is_alive else left).append(folder)
+        found = running or (left if with_leftovers else [])
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(folder.name for folder in found or left)
+        if found:
+            raise SettingsError(f"Several meshes {'run' if running else 'were left'}: {names}. Name one.")
+        told = f" Of {names} the launcher was killed: `mlx-mesh down` ends what it left." if left else ""
+        raise NotRunningError(f"No mesh runs here.{told} Start one with `mlx-mesh up hosts.yaml`.")
     if target.endswith((".yaml", ".yml", ".json")) or "/" in target:
         return StateFolder(root, read_hostfile(target).name)
     for problem in check_name(target):
@@ -81,7 +89,8 @@ def api_of(state: UpState, key_file: str | None, environment: Mapping[str, str])
 def read_logs(
     state: UpState, rank: int | None, num_lines: int, follow: bool
 ) -> Iterator[dict[str, Any] | None]:
-    """`{"rank", "line"}` for each line on the leader, then `{"folder", "num_files"}`, then what comes."""
+    """`{"rank", "line"}` for each line on the leader, then `{"folder", "ranks"}` (those that have said
+    something), then what comes."""
     request = {"name": state.name, "rank": rank, "num_lines": num_lines, "follow": follow}
     with leader_of(state) as remote:
         yield from stream_program(remote, state.hosts[0].python, "tail_log", request)
@@ -94,7 +103,7 @@ def take_down(folder: StateFolder) -> tuple[list[str], list[str]]:
     """End a mesh: what was done, and what could not be done or confirmed. Raises NotRunningError."""
     state = folder.read()
     if state is None:
-        raise NotRunningError(f"No mesh named {folder.name} runs here.")
+        raise NotRunningError(f"No mesh named {folder.name} runs here.{folder.last_words()}")
     done: list[str] = []
     if state.is_alive:
         os.kill(state.pid, signal.SIGTERM)

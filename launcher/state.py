@@ -16,7 +16,12 @@ from pathlib import Path
 import msgspec
 
 from mlx_mesh.launcher.programs.processes import started
+from mlx_mesh.launcher.text import harmless
 from mlx_mesh.mesh.errors import AlreadyRunningError, NotRunningError, SettingsError
+
+ERROR_PREFIX = "mlx-mesh: "
+LAST_WORDS_BYTES = 16 * 1024
+LAST_WORDS_CHARS = 600
 
 
 class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,20 +96,57 @@ class StateFolder:
     def read_running(self) -> UpState:
         """The running launcher's state. Raises NotRunningError."""
         state = self.read()
-        if state is None or not state.is_alive:
-            raise NotRunningError(f"No mesh named {self.name} runs here. Start it with `mlx-mesh up`.")
-        return state
+        if state is not None and state.is_alive:
+            return state
+        left = (
+            f" Its launcher (pid {state.pid}) was killed; `mlx-mesh down {self.name}` ends what it left."
+            if state is not None
+            else ""
+        )
+        raise NotRunningError(
+            f"No mesh named {self.name} runs here.{left}{self.last_words()} Start it with `mlx-mesh up`."
+        )
+
+    def last_words(self) -> str:
+        """How the last detached launcher of this name ended, as a sentence; '' when there was none."""
+        try:
+            with self.launcher_log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+                lines = [harmless(line) for line in file.read().decode("utf-8", "replace").splitlines()]
+        except OSError:
+            return ""
+        lines = [line for line in lines if line.strip()]
+        errors = [at for at, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
+        if not errors:
+            return f" What the last one said is in {self.launcher_log}."
+        words = " ".join(line.strip() for line in lines[errors[-1] :]).removeprefix(ERROR_PREFIX)
+        if len(words) > LAST_WORDS_CHARS:
+            words = f"{words[:LAST_WORDS_CHARS]} ..."
+        return f" The last one ended: {words.rstrip('.')} (see {self.launcher_log})."
 
     def claim(self) -> None:
         """Become the launcher of this name until this process ends. Raises AlreadyRunningError."""
-        self.make()
-        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise already_running(self.name, self.read()) from None
-        self._lock = lock
+        while self._lock is None:
+            self.make()
+            try:
+                lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another launcher was refused and took the folder back
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise already_running(self.name, self.read()) from None
+            if self._is_at(lock):
+                self._lock = lock
+            else:
+                os.close(lock)
+
+    def _is_at(self, descriptor: int) -> bool:
+        """The folder that is open is the one at our path."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(descriptor), self.path.stat())
+        return False
 
     def make(self) -> None:
         """Make the folder, for this user only."""
@@ -131,8 +173,10 @@ class StateFolder:
                 path.unlink()
 
     def release(self) -> None:
-        """Let another launcher have the name."""
+        """Let another launcher have the name. An empty folder is of no use to anybody."""
         if self._lock is not None:
+            with contextlib.suppress(OSError):  # it has logs in it
+                self.path.rmdir()
             os.close(self._lock)
             self._lock = None
 

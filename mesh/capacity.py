@@ -64,9 +64,13 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def context_for(self, footprint: ModelFootprint) -> int:
         """The planned context in tokens: a model cannot use more than its own."""
-        if footprint.context_length:
-            return min(self.context_tokens, footprint.context_length)
-        return self.context_tokens
+        return usable_context(self.context_tokens, footprint.context_length)
+
+
+def usable_context(asked: int, own: int) -> int:
+    """Tokens of the context when `asked` were wished for and the model has its `own`; 0 = not given, not
+    known."""
+    return min(asked, own) if asked and own else asked or own
 
 
 @dataclass(frozen=True, slots=True)

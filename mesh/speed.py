@@ -151,14 +151,16 @@ class PipelineSpeed:
             return None
         hidden = self.footprint.hidden_bytes_per_token
         exchange, slowest = 0, 0
-        for index in range(len(self.ranks)):
+        prefill: dict[str, int] = {}  # by host: its stages share what it can compute
+        for index, rank in enumerate(self.ranks):
             if len(self.ranks) > 1:  # the hidden state to the next stage; from the last one the token's id
                 link = _link_between(self.ranks[index], self.ranks[index - 1], self.link)
                 if link is None:
                     return None
                 exchange += link.hop_ns(hidden if index else 4)
                 slowest = max(slowest, hidden * NANOSECONDS // link.bandwidth)
-            slowest = max(slowest, self.prefill_ns(index, *stages[index]))
+            prefill[rank.host] = prefill.get(rank.host, 0) + self.prefill_ns(index, *stages[index])
+        slowest = max(slowest, *prefill.values())
         decode = sum(self.decode_ns(index, *limits) for index, limits in enumerate(stages))
         return Prediction(
             decode_ns=max(1, decode + exchange),

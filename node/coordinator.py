@@ -16,6 +16,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+from mlx_mesh.mesh.capacity import usable_context
 from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.kv_budget import KvBudget, kv_budget
@@ -413,8 +414,8 @@ class Coordinator:
         self._output.event(PlanChosen(placement=placement, backend=self._backend))
 
     def _context_length(self) -> int:
-        model = self._footprint.context_length if self._footprint is not None else 0
-        return self.mesh.context_length or model
+        own = self._footprint.context_length if self._footprint is not None else 0
+        return usable_context(self.mesh.context_length, own)
 
     def _kv_budget(self) -> KvBudget:
         if self._footprint is None or self._placement is None:

@@ -138,6 +138,7 @@ class AgentProcess:
         self._open_agent(keys, identity, facts, model)
         if config.mesh is not None:
             assert listen is not None and channel is not None
+            self._logs.begin()
             self._cleanup.callback(self._logs.close)
             self._coordinator = Coordinator(
                 config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import logging.handlers
 from pathlib import Path
@@ -24,19 +25,28 @@ class RankLogs:
         self._folder = folder
         self._handlers: dict[int, _QuietHandler] = {}
 
+    def begin(self) -> None:
+        """Put the files of an earlier mesh of this name behind, as if they were full."""
+        for path in self._folder.glob("rank-*.log"):
+            if path.stem.removeprefix("rank-").isdecimal():
+                handler = self._new_handler(path)
+                with contextlib.suppress(OSError):  # a full disk ends no mesh
+                    handler.doRollover()
+                handler.close()
+
+    def _new_handler(self, path: Path) -> _QuietHandler:
+        handler = _QuietHandler(
+            path, maxBytes=MAX_FILE_BYTES, backupCount=NUM_OLD_FILES, encoding="utf-8", delay=True
+        )
+        handler.setFormatter(_FORMAT)
+        return handler
+
     def write(self, rank: int, host: str, line: str) -> None:
         """Append a line with time and prefix."""
         handler = self._handlers.get(rank)
         if handler is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            handler = self._handlers[rank] = _QuietHandler(
-                self._folder / f"rank-{rank}.log",
-                maxBytes=MAX_FILE_BYTES,
-                backupCount=NUM_OLD_FILES,
-                encoding="utf-8",
-                delay=True,
-            )
-            handler.setFormatter(_FORMAT)
+            handler = self._handlers[rank] = self._new_handler(self._folder / f"rank-{rank}.log")
         text = f"{prefix(rank, host)} {line}"
         handler.handle(logging.LogRecord("rank", logging.INFO, "", 0, text, None, None))
 

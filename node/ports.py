@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mlx_mesh.mesh.errors import BringUpError, PreflightError
 from mlx_mesh.node.facts import own_addresses
+from mlx_mesh.node.run_file import mesh_at
 
 DATA_PORTS = range(20000, 32000)
 """Below the ranges from which Linux (32768) and macOS (49152) take ports for outgoing connections."""
@@ -29,6 +30,11 @@ def explain_bind_error(what: str, address: str, port: int, error: OSError) -> st
     """A sentence for a failed bind: the address, why, and what to do."""
     where = f"{what} cannot listen on {address}:{port}"
     if error.errno == errno.EADDRINUSE:
+        if mesh := mesh_at(port):
+            return (
+                f"{where}: the port is in use by mesh {mesh}. Stop that one with `mlx-mesh down {mesh}`, or "
+                "choose another port."
+            )
         return f"{where}: the port is in use{_by_whom(port)}. End that process or choose another port."
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         own = ", ".join(own_addresses())

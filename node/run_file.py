@@ -104,6 +104,15 @@ class RunFile:
         draft.replace(self.path)
 
 
+def mesh_at(port: int) -> str:
+    """The mesh of this user whose HTTP endpoint has that port on this host; '' = none."""
+    for path in state_root().glob("*/agent-*.json"):
+        record = _read(path)
+        if record is not None and record.url.rpartition(":")[2] == str(port) and is_alive(record.agent):
+            return record.mesh
+    return ""
+
+
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """One agent at a time looks for leftovers and takes its file; it waits for the other's few seconds.

@@ -179,8 +179,10 @@ class Switchboard:
         match message:
             case RankStarted():
                 record.pid = message.pid
+                self._note(message.rank, f"its engine started (pid {message.pid})")
             case RankExited():
                 record.exit = message
+                self._note(message.rank, f"its engine {record.exit_words()}")
             case RankReport():
                 return self._roster.epoch.is_open and self._hear_engine(message.rank, message.report)
         return True
@@ -206,6 +208,8 @@ class Switchboard:
             for step, digest in report.digests:
                 self._roster.note_digest(rank, step, digest)
             self._release_tokens()
+        if isinstance(report, PhaseReached):
+            self._note(rank, f"{report.phase} after {report.seconds:.1f} s")
         if isinstance(report, PhaseReached | Progress | EngineFailed):
             self._show(rank)
         return (
@@ -302,6 +306,10 @@ class Switchboard:
         self._roster.ranks[rank].lines.append(line)
         self._logs.write(rank, host, line)
         self._output.event(LogLine(rank=rank, host=host, line=line))
+
+    def _note(self, rank: int, what: str) -> None:
+        """What becomes of a rank, into its file. The launcher's output has its progress line for that."""
+        self._logs.write(rank, self._roster.host_of(rank), f"epoch {self._roster.epoch.number}: {what}")
 
     def _show(self, rank: int) -> None:
         """The launcher's progress line of a rank."""

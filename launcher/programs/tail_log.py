@@ -83,7 +83,7 @@ def main(marker: str, request: str) -> None:
         lines, size = last_lines(path, asked["num_lines"])
         say(rank, lines)
         followers[rank] = Follower(path, size)
-    summary = json.dumps({"folder": str(folder), "num_files": len(followers)})
+    summary = json.dumps({"folder": str(folder), "ranks": sorted(files_of(folder, None))})
     sys.stdout.write(f"\n{marker} {summary}\n")
     sys.stdout.flush()
     spoke_at = time.monotonic()

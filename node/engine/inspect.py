@@ -1,7 +1,8 @@
 """`python -m mlx_mesh.node.engine.inspect MODEL`: print the model's footprint as JSON. Reads no weight.
 
 MODEL is a local folder or a hub id; `--adapter-path` names an adapter's folder. Exit status 0 and one JSON
-object on stdout, or 2 and one line on stderr. Answers are kept in mlx-mesh's cache folder by the digests of
+object on stdout, or one line on stderr and 3 when model or adapter are not there, 2 or 4 when they cannot be
+used. Answers are kept in mlx-mesh's cache folder by the digests of
 model and adapter, mlx-lm's version and this program's text: what was seen before needs no MLX.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from mlx_mesh.mesh import footprint as footprint_module
-from mlx_mesh.mesh.errors import ExitCode, MeshError
+from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.facts import digest_model, resolve_model
@@ -55,7 +56,10 @@ def kept_footprint(model: str, adapter: str = "") -> ModelFootprint:
     """As `inspect_model`, from the cache when the same model was measured before."""
     folder = resolve_model(model)
     digest = digest_model(folder)
-    added = resolve_adapter(adapter) if adapter else None
+    try:
+        added = resolve_adapter(adapter) if adapter else None
+    except SettingsError as error:  # the model is not to blame, and `up` finds the same on its hosts
+        raise PreflightError(str(error)) from error
     kept = cache_root() / "footprints" / f"{_key(digest + (digest_adapter(added) if added else ''))}.json"
     try:
         return msgspec.json.decode(kept.read_bytes(), type=ModelFootprint)
@@ -98,7 +102,8 @@ def main(argv: list[str]) -> int:
         footprint = kept_footprint(arguments.model, arguments.adapter_path)
     except MeshError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
-        return error.exit_code if error.exit_code in (ExitCode.USAGE, ExitCode.PLACEMENT) else ExitCode.USAGE
+        known = (ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.PLACEMENT)
+        return error.exit_code if error.exit_code in known else ExitCode.USAGE
     sys.stdout.write(msgspec.json.encode(footprint).decode() + "\n")
     return ExitCode.OK
 

@@ -41,8 +41,10 @@ class Running:
         return match
 
     def wait(self) -> int:
-        self.output += self.process.communicate(timeout=LIMIT_S)[0]
-        return self.process.returncode
+        assert self.process.stdout is not None
+        # Not by communicate: that forgets what was read ahead of the lines that were asked for.
+        self.output += self.process.stdout.read()
+        return self.process.wait(LIMIT_S)
 
 
 @contextmanager

@@ -166,6 +166,10 @@ def test_ctrl_n_begins_anew_in_a_terminal() -> None:
         os.write(terminal, b"half a question\x0e")
         read_until(b"FORGOTTEN")
         read_until(b"> ")  # the terminal takes keys for a question again
+        os.write(terminal, b"/help\n")
+        read_until(b"/new (Ctrl-N) begins anew")
+        os.write(terminal, b"/quit\n")
+        read_until(b"[/quit is not known.")
         os.write(terminal, b"hello\n")
         read_until(b"ASKED 'hello'")
         read_until(b"> ")

@@ -14,11 +14,13 @@ import pytest
 from mlx_mesh.launcher import bench_command, cli, plan_command, verify_command
 from mlx_mesh.launcher.config import build_config, local_hostfile
 from mlx_mesh.launcher.measured import keep_measurements, measurements_file, read_measurements
+from mlx_mesh.launcher.plan import context_notes
 from mlx_mesh.launcher.plan_command import parse_ram, parse_tokens
 from mlx_mesh.launcher.preflight import ReadyHost, check_hosts
 from mlx_mesh.launcher.programs import echo_link
 from mlx_mesh.launcher.remote import LocalHost
-from mlx_mesh.mesh.errors import PreflightError, SettingsError
+from mlx_mesh.mesh.capacity import usable_context
+from mlx_mesh.mesh.errors import ExitCode, PreflightError, SettingsError
 from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.measurements import HostMeasurement, Measurements
@@ -75,6 +77,23 @@ def test_a_plan_that_cannot_be_ends_with_the_placement_status(
     hostfile.write_text("hosts: [{local: true, memory_limit: 100MB}]")
     assert cli.main(["plan", str(tiny_llama), str(hostfile), "--memory", "8GB"]) == 4
     assert "are missing" in capsys.readouterr().out
+
+
+def test_a_model_or_an_adapter_that_is_not_there_is_a_host_that_is_not_ready_as_in_up(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["plan", str(tmp_path / "nowhere")]) == ExitCode.PREFLIGHT
+    assert "the model folder" in capsys.readouterr().err
+    assert cli.main(["plan", str(tiny_llama), "--adapter-path", str(tmp_path)]) == ExitCode.PREFLIGHT
+    told = capsys.readouterr().err
+    assert "it is not an adapter folder" in told and str(tiny_llama) not in told
+
+
+def test_a_context_beyond_the_models_own_is_told() -> None:
+    assert context_notes(2048, 2048) == context_notes(0, 2048) == context_notes(4096, 0) == []
+    (note,) = context_notes(4096, 2048)
+    assert "--context 4096" in note and "2048" in note
+    assert usable_context(4096, 2048) == usable_context(0, 2048) == usable_context(2048, 0) == 2048
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -57,8 +58,51 @@ def test_the_state_of_a_dead_launcher_is_not_a_running_mesh(tmp_path: Path) -> N
     folder = StateFolder(tmp_path, "m")
     folder.make()
     folder.write(a_state(started="another"))
-    with pytest.raises(NotRunningError, match="No mesh named m runs here"):
+    with pytest.raises(NotRunningError, match=r"No mesh named m .* was killed; `mlx-mesh down m`"):
         folder.read_running()
+
+
+def test_how_the_last_detached_launcher_ended_is_told_with_its_log(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, "m")
+    folder.make()
+    assert folder.last_words() == ""
+    folder.launcher_log.write_text(
+        "mlx-mesh: an older fault.\nloading\nmlx-mesh: rank 1 died:\n  \x1b[1mwhy.\n"
+    )
+    assert folder.last_words() == f" The last one ended: rank 1 died: why (see {folder.launcher_log})."
+    folder.launcher_log.write_text("Mesh m is down.\n")
+    assert folder.last_words() == f" What the last one said is in {folder.launcher_log}."
+
+
+def test_a_launcher_that_wrote_nothing_takes_its_folder_back(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, "m")
+    for _ in range(2):
+        folder.claim()
+        folder.release()
+        assert not folder.path.exists()
+    folder.claim()
+    folder.launcher_log.write_text("words")
+    folder.release()
+    assert folder.launcher_log.exists()
+
+
+def test_a_folder_that_was_taken_back_while_somebody_waited_for_it_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = StateFolder(tmp_path, "m"), StateFolder(tmp_path, "m")
+    first.claim()
+    lock = fcntl.flock
+
+    def after_the_first_is_gone(descriptor: int, how: int) -> None:
+        first.release()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_first_is_gone)
+    second.claim()
+    monkeypatch.undo()
+    with pytest.raises(AlreadyRunningError):
+        StateFolder(tmp_path, "m").claim()
+    second.release()
 
 
 def test_a_second_launcher_of_one_name_is_refused_with_the_url(tmp_path: Path) -> None:

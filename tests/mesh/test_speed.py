@@ -272,6 +272,22 @@ def test_no_other_pipeline_split_is_five_percent_faster(
     assert plan_placement(footprint, hosts, request) == placement
 
 
+def test_slots_of_one_machine_are_not_faster_than_it() -> None:
+    footprint = model(20, 10**9, groups=8, head_bytes=10**8)
+    found = {}
+    for slots in (1, 2, 4):
+        host = HostCapacity(
+            name="one", slots=slots, usable_memory_bytes=200 * GB, memory_rate=10**11, matrix_rate=10**13
+        )
+        request = PlacementRequest(sharding=Sharding.PIPELINE if slots > 1 else Sharding.AUTO)
+        placement = plan_placement(footprint, [host], request)
+        predicted = predict(placement, footprint, [host], request)
+        assert predicted is not None
+        found[slots] = predicted
+    assert found[1].prefill_ns <= found[2].prefill_ns <= found[4].prefill_ns
+    assert found[1].decode_ns <= found[2].decode_ns <= found[4].decode_ns
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     memory=st.lists(st.tuples(st.integers(8, 60), rates), min_size=2, max_size=3),

@@ -100,6 +100,20 @@ def test_rank_logs_rotate_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "[2 mac3] line 49" in (tmp_path / "logs" / "rank-2.log").read_text()
 
 
+def test_what_an_earlier_mesh_said_is_put_behind(tmp_path: Path) -> None:
+    for mesh in ("first", "second"):
+        rank_logs = logs.RankLogs(tmp_path)
+        rank_logs.begin()
+        rank_logs.write(0, "mac1", f"of the {mesh}")
+        if mesh == "first":
+            rank_logs.write(1, "mac2", "only there")
+        rank_logs.close()
+    assert "of the second" in (tmp_path / "rank-0.log").read_text()
+    assert "of the first" not in (tmp_path / "rank-0.log").read_text()
+    assert "of the first" in (tmp_path / "rank-0.log.1").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "rank-0.log.1", "rank-1.log.1"]
+
+
 def test_a_full_disk_does_not_end_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: object, record: object) -> None:
         raise OSError(28, "No space left on device")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from mlx_mesh.mesh.errors import BringUpError, PreflightError
 from mlx_mesh.node import ports
+from mlx_mesh.node.run_file import RunFile
 
 NET_TCP = (
     "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -63,6 +65,23 @@ def test_a_taken_http_port_names_its_holder() -> None:
             ports.bind_http("127.0.0.1", taken.getsockname()[1])
     if os.path.exists("/proc/net/tcp"):  # noqa: PTH110
         assert f"by pid {os.getpid()}" in str(error.value)
+
+
+def test_a_port_of_our_own_mesh_is_told_with_how_to_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run_file, _ = RunFile.claim(tmp_path / "mlx-mesh" / "studio", "studio", "mac1", "run")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run_file.update(url=f"http://127.0.0.1:{port}")
+        with pytest.raises(PreflightError, match=r"by mesh studio\. .*`mlx-mesh down studio`"):
+            ports.bind_http("127.0.0.1", port)
+        run_file.release()
+        with pytest.raises(PreflightError, match=r"in use( by pid|\.)"):
+            ports.bind_http("127.0.0.1", port)
 
 
 def test_a_name_that_does_not_resolve_is_told() -> None:

@@ -155,9 +155,12 @@ def test_the_command_prints_one_json_object(tiny: ModuleType, tmp_path: Path) ->
 def test_the_command_names_a_bad_folder_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    for folder, words in ((tmp_path, "unheard_of not supported"), (tmp_path / "gone", "does not exist")):
+    for folder, words, status in (
+        (tmp_path, "unheard_of not supported", 2),
+        (tmp_path / "gone", "does not exist", 3),
+    ):
         done = _command(str(folder))
-        assert done.returncode == 2 and done.stdout == ""
+        assert done.returncode == status and done.stdout == ""
         assert words in done.stderr and done.stderr.count("\n") == 1
 
 
