@@ -446,6 +446,11 @@ def _add_kv_flags(parser: argparse.ArgumentParser) -> None:
 def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub id; wins over the hostfile's")
     _add_adapter_flag(parser)
+    parser.add_argument(
+        "--embedding-model",
+        metavar="MODEL",
+        help="folder or hub id on the leader: a second model, for /v1/embeddings",
+    )
     parser.add_argument("--name", help="name of the mesh, for status, logs and down")
     parser.add_argument(
         "--host", help="where HTTP listens on the leader (default 127.0.0.1; others need a key)"
@@ -521,6 +526,7 @@ def _flags(arguments: Arguments) -> Flags:
     return Flags(
         model=arguments.model,
         adapter=arguments.adapter_path,
+        embedding_model=arguments.embedding_model,
         name=arguments.name,
         sharding=getattr(arguments, "sharding", None),
         backend=getattr(arguments, "backend", None),

@@ -30,6 +30,7 @@ class Flags:
 
     model: str | None = None
     adapter: str | None = None
+    embedding_model: str | None = None
     name: str | None = None
     sharding: Sharding | None = None
     backend: Backend | None = None
@@ -61,6 +62,7 @@ class LaunchConfig:
     model: str
     hosts: tuple[HostEntry, ...]  # the first one leads
     adapter: str = ""  # folder of an adapter on each host; '' = none
+    embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
     hostfile: str = ""
     sharding: Sharding = Sharding.AUTO
     backend: Backend = Backend.AUTO
@@ -130,6 +132,8 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
             + (f", or add `model:` to {hostfile.source}." if hostfile.source else ".")
         )
     check_model_name(model)
+    if flags.embedding_model is not None:
+        check_path("embedding model", flags.embedding_model)
     if flags.max_sequences is not None and flags.max_sequences < 1:
         raise SettingsError(f"--max-sequences {flags.max_sequences} is out of range; it must be at least 1.")
     if flags.max_queued_requests is not None and flags.max_queued_requests < 0:
@@ -159,6 +163,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         adapter=anchor_adapter(hostfile.adapter, _folder_of(hostfile))
         if flags.adapter is None
         else anchor_adapter(flags.adapter, Path.cwd()),
+        embedding_model=anchor_model(flags.embedding_model, Path.cwd()) if flags.embedding_model else "",
         hosts=tuple(replace(host, models=_anchor(host)) for host in hostfile.hosts),
         hostfile=str(Path(hostfile.source).expanduser().resolve()) if hostfile.source else "",
         sharding=flags.sharding or hostfile.sharding,
@@ -264,14 +269,18 @@ def check_model_name(model: str) -> None:
 
 
 def check_path(what: str, path: str) -> None:
-    """`what`: "model" or "adapter". Raises SettingsError for what cannot be a path."""
+    """`what`: "model", "adapter" or "embedding model". Raises SettingsError for what cannot be a path."""
     if len(path.encode()) > MAX_PATH_BYTES or any(
         len(part.encode()) > MAX_PATH_PART_BYTES for part in path.split("/")
     ):
-        flag = {"model": "--model", "adapter": "--adapter-path"}[what]
+        fix = {
+            "model": "--model, or `model:` in the hostfile",
+            "adapter": "--adapter-path, or `adapter:` in the hostfile",
+            "embedding model": "--embedding-model",
+        }[what]
         raise SettingsError(
             f"The {what}'s name {path[:40]!r}... has {len(path)} characters, too many for a path"
-            f"{' or a hub id' if what == 'model' else ''}. Correct {flag}, or `{what}:` in the hostfile."
+            f"{'' if what == 'adapter' else ' or a hub id'}. Correct {fix}."
         )
     if "\0" in path:
         raise SettingsError(f"The {what}'s name {path!r} has a zero byte in it. Correct it.")

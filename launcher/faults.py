@@ -15,6 +15,7 @@ STEPS = (
     "version",
     "model",
     "adapter",
+    "embedding model",
     "address",
     "backend",
 )

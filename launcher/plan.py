@@ -49,6 +49,11 @@ def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
     except PlacementError as error:
         raise PlacementError("\n".join([str(error), *limit_advice(hosts)])) from error
     notes = context_notes(config.context_length, footprint.context_length)
+    if config.embedding_model:
+        notes.append(
+            f"on {hosts[0].entry.name} {hosts[0].facts.embedding_bytes / 1e9:.2f} GB more for the embedding "
+            f"model {config.embedding_model}"
+        )
     predicted = predict(placement, footprint, capacities, request)
     if predicted is not None:
         prefill = (
@@ -101,7 +106,7 @@ def capacity_of(host: ReadyHost, measurements: Measurements) -> HostCapacity:
     return HostCapacity(
         name=host.entry.name,
         slots=host.entry.slots,
-        usable_memory_bytes=host.facts.usable_memory_bytes,
+        usable_memory_bytes=host.facts.engine_memory_bytes,
         layers=host.entry.layers,
         memory_limit_bytes=host.entry.memory_limit_bytes,
         memory_rate=rates.memory_rate,

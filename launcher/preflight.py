@@ -43,6 +43,7 @@ class ReadyHost:
     facts: HostFacts
     address: str  # IPv4 for control and data links
     adapter: str = ""  # its folder on this host; '' = none
+    embedding: str = ""  # the embedding model's, on the leader; '' = none
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class _Probed:
     facts: HostFacts
     reached_at: str
     adapter: str = ""
+    embedding: str = ""
 
 
 def python_of(entry: HostEntry) -> str:
@@ -104,6 +106,7 @@ def check_hosts(config: LaunchConfig) -> Preflight:
             host.facts,
             addresses[host.entry.name],
             host.adapter,
+            host.embedding,
         )
         for host in hosts
     )
@@ -167,20 +170,23 @@ def probe_host(entry: HostEntry, config: LaunchConfig) -> _Probed:
         if isinstance(remote, SshHost):
             seen = str(answer["ssh_connection"]).split()
             reached_at = seen[2] if len(seen) == 4 else remote.peer_address
-        adapter = str(answer.get("adapter", ""))
-        return _Probed(entry, remote, python, str(answer["model"]), facts, reached_at, adapter)
+        adapter, embedding = str(answer.get("adapter", "")), str(answer.get("embedding", ""))
+        return _Probed(entry, remote, python, str(answer["model"]), facts, reached_at, adapter, embedding)
     except BaseException:
         remote.close()
         raise
 
 
 def _ask(remote: RemoteHost, python: str, entry: HostEntry, config: LaunchConfig) -> dict[str, Any]:
+    embedding = config.embedding_model if entry is config.hosts[0] else ""  # the leader's business only
     request = {
         "min_python": MIN_PYTHON,
         "model": config.model,
         "models": model_candidates(config.model, entry.models),
         "adapter": config.adapter,
         "adapters": adapter_candidates(config.adapter, entry.models),
+        "embedding": embedding,
+        "embeddings": model_candidates(embedding, entry.models) if embedding else [],
         "offline": config.is_offline,
     }
     try:
@@ -261,6 +267,13 @@ def read_answer(answer: dict[str, Any], host: str, python: str, model: str) -> H
             "adapter",
             facts.adapter_error.rstrip("."),
             "copy the adapter's folder there, or correct --adapter-path",
+        )
+    if facts.embedding_error:
+        raise HostFault(
+            host,
+            "embedding model",
+            facts.embedding_error.rstrip("."),
+            "or correct --embedding-model",
         )
     return facts
 

@@ -1,11 +1,12 @@
 """Everything that crosses a process boundary, as frozen tagged structs in MessagePack.
 
-Five conversations, one union of types per direction:
+Six conversations, one union of types per direction:
 
     launcher -> agent        AgentConfig, one JSON line on stdin; end of file ends an attached agent
     agent    -> launcher     LauncherEvent, one framed JSON line each on stdout
     agent   <-> coordinator  AgentMessage / CoordinatorMessage (ZeroMQ, CURVE)
     agent   <-> engine       EngineCommand / EngineReport (a socket pair, length-prefixed)
+    agent   <-> embedder     EmbedderCommand / EmbedderReport (a socket pair, length-prefixed)
     engine   -> engine       StepPlan from the leader, PlanHello to it (ZeroMQ, CURVE)
     coordinator <-> proxy    ProxyRequest / ProxyEvent (a socket pair, length-prefixed)
 
@@ -83,6 +84,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...] = ()
     chat_template: str = ""  # overrides the model's
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
+    embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
     context_length: int = 0  # 0 = the model's
     max_sequences: int = 32  # decoded together
     max_queue: int = 256
@@ -393,6 +395,60 @@ EngineReport = (
     EngineHello | PhaseReached | Progress | Heartbeat | StepDigest | Tokens | RequestFailed | EngineFailed
 )
 
+# ---------------------------------------------------------------- agent <-> embedder
+
+
+class EmbedderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The embedder's settings, the first frame on its socket pair (after that: EmbedderCommand)."""
+
+    model: str  # folder
+
+
+class Embed(Message, frozen=True):
+    """Vectors for some inputs, each a text or token ids of the embedding model, which are taken as they are.
+    `truncate`: inputs that are too long are cut, not refused. 0 dimensions = all."""
+
+    id: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    truncate: bool = False
+    dimensions: int = 0
+
+
+EmbedderCommand = Embed | Cancel
+
+
+class EmbedderReady(Message, frozen=True):
+    """The model is loaded."""
+
+    num_dimensions: int
+    max_tokens: int  # of one input
+    weights_bytes: int
+
+
+class EmbedderStep(Message, frozen=True):
+    """A batch was computed: the embedder is alive, and not stuck."""
+
+
+class Embedded(Message, frozen=True):
+    """The vectors of a request, as rows of little-endian float32 in the order of the inputs."""
+
+    id: str
+    num_dimensions: int
+    vectors: bytes
+    num_tokens: int  # of all inputs
+
+
+class EmbedRefused(Message, frozen=True):
+    """A request that this model cannot serve; `code` is the OpenAI error code."""
+
+    id: str
+    code: str
+    message: str
+    param: str
+
+
+EmbedderReport = EmbedderReady | EmbedderStep | Embedded | EmbedRefused
+
 # ---------------------------------------------------------------- agent -> coordinator
 
 
@@ -594,7 +650,7 @@ class ProxyBeat(Message, frozen=True):
 
 PROXY_BEAT_S = 1.0
 
-ProxyRequest = Submit | Cancel | StatusQuery | ChangeNode | ResetPrefixes | ProxyReady | ProxyBeat
+ProxyRequest = Submit | Cancel | Embed | StatusQuery | ChangeNode | ResetPrefixes | ProxyReady | ProxyBeat
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -639,6 +695,20 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
 
 
+class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The embedding model beside the mesh's own."""
+
+    model: str
+    ready: bool
+    reason: str  # why not ready; '' when ready
+    pid: int
+    restarts: int
+    weights_bytes: int = 0
+    num_dimensions: int = 0
+    max_tokens: int = 0
+    num_open: int = 0
+
+
 class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The live state of a mesh, from heartbeats only."""
 
@@ -663,6 +733,7 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[HostStatus, ...] = ()
     lineup: str = ""  # how it falls short of its hostfile, like "serving with 2 of 3 hosts since ..."
     metrics: tuple[Metric, ...] = ()  # when they were asked for
+    embedding: EmbeddingStatus | None = None
 
 
 class StatusReply(Message, frozen=True):
@@ -694,6 +765,7 @@ class Failed(Message, frozen=True):
     code: str
     message: str
     retry_after_s: int = 0
+    param: str = ""  # the field at fault, where one is
 
 
 class Readiness(Message, frozen=True):
@@ -712,7 +784,7 @@ class Drain(Message, frozen=True):
     """Take no new request; the coordinator stops the proxy when open ones are done or late."""
 
 
-ProxyEvent = StatusReply | NodeReply | Chunk | Failed | Readiness | Drain
+ProxyEvent = StatusReply | NodeReply | Chunk | Embedded | Failed | Readiness | Drain
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -730,6 +802,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     max_body_bytes: int = 32 * 1024 * 1024
     keepalive_s: float = 5.0
+    embedding_model: str = ""  # its id in answers; '' = no embeddings
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
     keeps_prefixes: bool = True
 

@@ -67,6 +67,13 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     adapter_digest: str = ""  # hash over the adapter's files; '' = none was asked for, or there is none
     adapter_error: str = ""  # why adapter_digest is empty although one was asked for
     tokenizer_error: str = ""  # why this host could not serve HTTP for the model; followers need no tokenizer
+    embedding_bytes: int = 0  # memory that the embedding model beside the engines takes; 0 = none
+    embedding_error: str = ""  # why there is none although one is asked for
+
+    @property
+    def engine_memory_bytes(self) -> int:
+        """What is left for the ranks of this host."""
+        return max(0, self.usable_memory_bytes - self.embedding_bytes)
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ class Programs:
     engine: tuple[str, ...]
     proxy: tuple[str, ...]
     inspect: tuple[str, ...]
+    embedder: tuple[str, ...] = ()
 
     @classmethod
     def default(cls, faults: Sequence[str] = ()) -> Programs:
@@ -48,6 +49,7 @@ class Programs:
             engine=(*python, *(faulty if faults else ("mlx_mesh.node.engine",))),
             proxy=(*python, "mlx_mesh.proxy"),
             inspect=(*python, "mlx_mesh.node.engine.inspect"),
+            embedder=(*python, "mlx_mesh.node.engine.embedder"),
         )
 
 

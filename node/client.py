@@ -23,6 +23,8 @@ from mlx_mesh.mesh.messages import (
     Chunk,
     Deadlines,
     Drain,
+    Embed,
+    Embedded,
     Failed,
     GenerateRequest,
     MeshStatus,
@@ -55,12 +57,14 @@ _GONE = "the agent on the leader's host is gone; `mlx-mesh status` says whether 
 
 
 class GenerationFailed(MeshError):
-    """A request ended with an error; `code` is the OpenAI error code, `retry_after_s` > 0 asks to retry."""
+    """A request ended with an error; `code` is the OpenAI error code, `retry_after_s` > 0 asks to retry,
+    `param` names the field at fault, where one is."""
 
-    def __init__(self, message: str, *, code: str, retry_after_s: int = 0) -> None:
+    def __init__(self, message: str, *, code: str, retry_after_s: int = 0, param: str = "") -> None:
         super().__init__(message)
         self.code = code
         self.retry_after_s = retry_after_s
+        self.param = param
 
 
 class StatusUnavailable(MeshError):
@@ -105,6 +109,7 @@ class CoordinatorClient:
         self._open: dict[str, _OpenRequest] = {}
         self._status_waiters: dict[str, asyncio.Future[MeshStatus]] = {}
         self._node_waiters: dict[str, asyncio.Future[NodeReply]] = {}
+        self._embed_waiters: dict[str, asyncio.Future[Embedded]] = {}
         self._query_ids = itertools.count(1)
         self.draining = False
         self.readiness = Readiness(
@@ -140,6 +145,7 @@ class CoordinatorClient:
             waiters: tuple[asyncio.Future[Any], ...] = (
                 *self._status_waiters.values(),
                 *self._node_waiters.values(),
+                *self._embed_waiters.values(),
             )
             for waiter in waiters:
                 if not waiter.done():
@@ -159,11 +165,17 @@ class CoordinatorClient:
                     entry.finished = chunk.finish_reason is not None
                     entry.arrived.set()
             case Failed(id=request_id):
+                failure = GenerationFailed(
+                    event.message, code=event.code, retry_after_s=event.retry_after_s, param=event.param
+                )
                 if entry := self._open.get(request_id):
-                    failure = GenerationFailed(
-                        event.message, code=event.code, retry_after_s=event.retry_after_s
-                    )
                     _fail(entry, failure)
+                elif (embedding := self._embed_waiters.get(request_id)) and not embedding.done():
+                    embedding.set_exception(failure)
+            case Embedded(id=request_id):
+                embedding = self._embed_waiters.get(request_id)
+                if embedding is not None and not embedding.done():
+                    embedding.set_result(event)
             case Readiness():
                 self.readiness = event
             case StatusReply(id=query_id):
@@ -211,6 +223,23 @@ class CoordinatorClient:
             raise GenerationFailed(
                 f"the request was not finished within {self._deadline_s:g} s", code="timeout"
             ) from error
+
+    async def embed(self, request: Embed) -> Embedded:
+        """Vectors from the embedder. Raises GenerationFailed. Cancelling the task that waits sends Cancel."""
+        waiter: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
+        self._embed_waiters[request.id] = waiter
+        self._pipe.send(request)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await waiter
+        except TimeoutError as error:
+            raise GenerationFailed(
+                f"no embeddings came within {self._deadline_s:g} s", code="timeout"
+            ) from error
+        finally:
+            if not waiter.done() or waiter.cancelled():
+                self._pipe.send(Cancel(id=request.id))
+            del self._embed_waiters[request.id]
 
     async def status(self, with_metrics: bool = False) -> MeshStatus:
         """The live state of the mesh, with the coordinator's metrics when asked for. Raises

@@ -103,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=18000, help="port for HTTP (18000), 0 = a free one")
     serve.add_argument("--api-key-file", metavar="FILE", help="one API key per line")
     serve.add_argument("--served-model-name", action="append", default=[], metavar="NAME")
+    serve.add_argument("--embedding-model", default="", metavar="MODEL", help="for /v1/embeddings")
     serve.add_argument("--chat-template", default="", metavar="FILE", help="instead of the model's")
     serve.add_argument("--kv-bits", type=int, metavar="N", help="quantise the KV cache to so many bits")
     serve.add_argument("--kv-group-size", type=int, metavar="N", help="in groups of 32, 64 or 128 (64)")
@@ -229,6 +230,7 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         strip_thinking=flags.strip_thinking,
         prefix=prefix_settings.read_flags(flags),
         kv_options=check_kv_options(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
+        embedding_model=_model(flags.embedding_model) if flags.embedding_model else "",
     )
 
 

@@ -24,8 +24,10 @@ from mlx_mesh.mesh.kv_options import with_kv_options
 from mlx_mesh.mesh.membership import ObservedClock, RestartBudget, Verdict, VerdictKind, judge
 from mlx_mesh.mesh.messages import (
     AgentConfig,
+    Cancel,
     ChangeNode,
     CoordinatorMessage,
+    Embed,
     EngineCommand,
     EpochEnded,
     MeshDown,
@@ -35,6 +37,7 @@ from mlx_mesh.mesh.messages import (
     NodeReply,
     PlanChosen,
     ProxyConfig,
+    ProxyRequest,
     Shutdown,
     StopEngine,
     StopEpoch,
@@ -46,6 +49,7 @@ from mlx_mesh.node.channel import CoordinatorChannel
 from mlx_mesh.node.children import Programs
 from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
 from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
+from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.front import Front
 from mlx_mesh.node.gathering import compare_hosts, place_model, plan_links, seat_names, who_is_missing
 from mlx_mesh.node.inspection import inspect_model
@@ -100,9 +104,11 @@ class Coordinator:
         output: Output,
         logs: RankLogs,
         on_proxy: Callable[[ProcessId], None],
+        embedder: Embedder | None = None,
     ) -> None:
         """`local_peer`: identity of the agent in this process, which outlives the mesh; `model`: the
-        folder on this host, None when it is missing (the agent's facts say why)."""
+        folder on this host, None when it is missing (the agent's facts say why); `embedder`: the child for
+        embeddings, not started yet, if there is to be one."""
         assert config.mesh is not None
         self.mesh = config.mesh
         self.deadlines = config.mesh.deadlines
@@ -137,11 +143,14 @@ class Coordinator:
             listen=listen,
             start_s=self.deadlines.spawn_s,
             silence_s=self.deadlines.proxy_silence_s,
-            on_request=lambda request: self._desk.hear(request),
+            on_request=self._hear_proxy,
             on_lost=self._lost_proxy,
             on_line=lambda line: self._switchboard.log(0, f"proxy: {line}"),
             on_change=on_proxy,
         )
+        self._embedder = embedder
+        if embedder is not None:
+            embedder.attach(self._front.send, lambda line: self._switchboard.log(0, f"embedder: {line}"))
         self._desk = Desk(
             send=self._front.send,
             command=lambda command: self.command(0, command),
@@ -200,6 +209,8 @@ class Coordinator:
         if self._model is not None:
             self._help(self._front.run(), "proxy")
             self._help(self._inspect(self._model), "model sizes")
+            if self._embedder is not None:
+                self._help(self._embedder.run(), "embedder")
 
     def _help(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -242,6 +253,8 @@ class Coordinator:
         for member in others:
             self.send(member, Shutdown(reason=reason, exit_code=exit_code))
         await self._front.stop(self.deadlines.stop_s)
+        if self._embedder is not None:
+            await self._embedder.stop()
         await self._settle(lambda: all(m.lost for m in others), _GOODBYE_S)
         for helper in reversed(self._helpers):
             helper.cancel()
@@ -610,6 +623,17 @@ class Coordinator:
     def _lost_proxy(self, how: str) -> None:
         self._output.note(f"the HTTP proxy {how}; {len(self._desk.journal)} open requests are lost with it")
         self._desk.lost_proxy()
+        if self._embedder is not None:
+            self._embedder.forget_clients()
+
+    def _hear_proxy(self, request: ProxyRequest) -> None:
+        if self._embedder is not None:
+            match request:
+                case Embed():
+                    self._embedder.submit(request)
+                case Cancel(id=request_id):
+                    self._embedder.cancel(request_id)
+        self._desk.hear(request)
 
     # ------------------------------------------------------------ for bring_up
 
@@ -650,6 +674,7 @@ class Coordinator:
             hosts=self._lineup.rows(),
             lineup=self._lineup.describe() if self._was_ready else "",
             metrics=self._metrics() if with_metrics else (),
+            embedding=self._embedder.status() if self._embedder is not None else None,
         )
 
     def _metrics(self) -> tuple[Metric, ...]:
@@ -660,9 +685,10 @@ class Coordinator:
             lost_links=self._channel.num_lost_links,
             lost_agents=self._switchboard.num_lost_agents,
         )
-        return metrics_of(
+        found = metrics_of(
             self._counters, channel, self.roster, self._desk, self._kv_budget(), self._lineup.changes
         )
+        return found if self._embedder is None else (*found, *self._embedder.metrics())
 
     def _change_node(self, request: ChangeNode) -> NodeReply:
         if not self._was_ready:
@@ -677,8 +703,7 @@ class Coordinator:
         """The id in answers: a hub id as it is, of a folder its name."""
         if self.mesh.served_model_names:
             return self.mesh.served_model_names[0]
-        given = Path(self._config.model).expanduser()
-        return given.resolve().name if given.is_dir() else self._config.model
+        return _name_of(self._config.model)
 
     def _proxy_config(self) -> ProxyConfig:
         return ProxyConfig(
@@ -694,7 +719,14 @@ class Coordinator:
             strip_thinking=self.mesh.strip_thinking,
             keeps_prefixes=self.mesh.prefix.is_enabled,
             version=metadata.version("mlx-mesh"),
+            embedding_model=_name_of(self.mesh.embedding_model) if self.mesh.embedding_model else "",
         )
+
+
+def _name_of(model: str) -> str:
+    """A hub id as it is, of a folder its name."""
+    given = Path(model).expanduser()
+    return given.resolve().name if given.is_dir() else model
 
 
 def _no_verdict() -> Verdict:

@@ -13,6 +13,7 @@ from mlx_mesh.mesh.messages import (
     ChangeNode,
     Chunk,
     Drain,
+    Embed,
     EngineCommand,
     Failed,
     GenerateRequest,
@@ -224,7 +225,7 @@ class Desk:
                 self._send(self._change_node(request))
             case ResetPrefixes(id=query_id):
                 self._send(self._reset_prefixes(query_id))
-            case ProxyReady() | ProxyBeat():
+            case ProxyReady() | ProxyBeat() | Embed():  # embeddings are the embedder's business
                 pass
 
     def _reset_prefixes(self, query_id: str) -> NodeReply:

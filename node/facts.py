@@ -26,13 +26,17 @@ from mlx_mesh.mesh.errors import PreflightError, SettingsError
 from mlx_mesh.mesh.types import HostFacts, Versions
 from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.hub import locate, parse_hub_id
+from mlx_mesh.node.hub_folder import read_record
 from mlx_mesh.node.tokenizer_files import tokenizer_problem
+
+EMBEDDER_BYTES = 256 * 1024 * 1024
+"""What an embedder needs beside its weights: one batch, and MLX itself."""
 
 _SYSCTL_S = 5.0
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
 
 
-def gather_facts(model: str, adapter: str = "") -> HostFacts:
+def gather_facts(model: str, adapter: str = "", embedding: str = "") -> HostFacts:
     """Everything at once. A model or adapter that is not there is a fact too, not an error."""
     digest, error, tokenizer = "", "", ""
     try:
@@ -41,6 +45,7 @@ def gather_facts(model: str, adapter: str = "") -> HostFacts:
     except PreflightError as problem:
         error = str(problem)
     adapter_digest, adapter_error = _adapter_facts(adapter)
+    embedding_bytes, embedding_error = _embedding_facts(embedding)
     chip, memory, usable = _hardware()
     return HostFacts(
         hostname=socket.gethostname(),
@@ -56,6 +61,8 @@ def gather_facts(model: str, adapter: str = "") -> HostFacts:
         adapter_digest=adapter_digest,
         adapter_error=adapter_error,
         tokenizer_error=tokenizer,
+        embedding_bytes=embedding_bytes,
+        embedding_error=embedding_error,
     )
 
 
@@ -67,6 +74,29 @@ def _adapter_facts(adapter: str) -> tuple[str, str]:
         return digest_adapter(resolve_adapter(adapter)), ""
     except SettingsError as problem:
         return "", str(problem)
+
+
+def _embedding_facts(embedding: str) -> tuple[int, str]:
+    """Bytes of an embedding model when it runs, or why it cannot; 0 and '' when none is asked for."""
+    if not embedding:
+        return 0, ""
+    try:
+        return EMBEDDER_BYTES + embedding_weights_bytes(resolve_model(embedding)), ""
+    except PreflightError as problem:
+        return 0, str(problem)
+
+
+def embedding_weights_bytes(folder: Path) -> int:
+    """Bytes of the weight files, which must be here: they are read whole. Raises PreflightError."""
+    if (record := read_record(folder)) is not None:
+        raise PreflightError(
+            f"the embedding model {record.repo} is not on {socket.gethostname()} as a whole, with the files "
+            f"that say how its vectors are made. Fetch it first: `hf download {record.repo}`."
+        )
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise PreflightError(f"the embedding model in {folder} has no weights (*.safetensors).")
+    return sum(path.stat().st_size for path in weights)
 
 
 def installed_versions() -> Versions:

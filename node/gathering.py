@@ -143,7 +143,7 @@ def place_model(roster: Roster, footprint: ModelFootprint, chosen: Sequence[int]
         HostCapacity(
             name=seat.host,
             slots=seat.plan.slots,
-            usable_memory_bytes=member.join.facts.usable_memory_bytes,
+            usable_memory_bytes=member.join.facts.engine_memory_bytes,
             layers=seat.plan.layers if is_whole else (),
             memory_limit_bytes=seat.plan.memory_limit_bytes,
             memory_rate=seat.plan.memory_rate,

@@ -40,6 +40,7 @@ from mlx_mesh.node.blas import ADVICE, engine_environment, find_openblas, is_wan
 from mlx_mesh.node.channel import AgentChannel, CoordinatorChannel, new_identity, split_endpoint
 from mlx_mesh.node.children import Programs, child_environment
 from mlx_mesh.node.coordinator import Coordinator
+from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.engines import Engines
 from mlx_mesh.node.facts import gather_facts, resolve_model
 from mlx_mesh.node.keys import MeshKeys, derive_keys
@@ -131,8 +132,10 @@ class AgentProcess:
         listen = self._bind_http()  # before anything that takes time
         keys = derive_keys(config.secret)
         channel = self._open_coordinator(keys)
-        facts, model = await asyncio.to_thread(_look_around, config.model, config.adapter)
-        if config.mesh is not None and (problem := facts.adapter_error or facts.tokenizer_error):
+        embedding = config.mesh.embedding_model if config.mesh is not None else ""
+        facts, model = await asyncio.to_thread(_look_around, config.model, config.adapter, embedding)
+        problem = facts.adapter_error or facts.tokenizer_error or facts.embedding_error
+        if config.mesh is not None and problem:
             raise PreflightError(problem)
         identity = new_identity(config.host, config.run_id)
         self._open_agent(keys, identity, facts, model)
@@ -151,10 +154,22 @@ class AgentProcess:
                 output=self._output,
                 logs=self._logs,
                 on_proxy=lambda process: self._note_run(lambda file: file.update(proxy=process)),
+                embedder=self._make_embedder(embedding),
             )
         if self._stop_request is not None:  # it came while we were starting
             reason, hurry = self._stop_request
             self.stop(reason, hurry=hurry)
+
+    def _make_embedder(self, model: str) -> Embedder | None:
+        if not model:
+            return None
+        return Embedder(
+            program=self._programs.embedder,
+            model=resolve_model(model),
+            environment=child_environment(self._preload()),
+            note=self._output.note,
+            on_change=lambda process: self._note_run(lambda file: file.update(embedder=process)),
+        )
 
     def _bind_http(self) -> socket.socket | None:
         mesh = self._config.mesh
@@ -323,9 +338,9 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _look_around(model: str, adapter: str) -> tuple[HostFacts, Path | None]:
+def _look_around(model: str, adapter: str, embedding: str) -> tuple[HostFacts, Path | None]:
     """Facts, and the model's folder if it is complete. Blocks."""
-    facts = gather_facts(model, adapter)
+    facts = gather_facts(model, adapter, embedding)
     if facts.model_error:
         return facts, None
     try:

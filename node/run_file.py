@@ -36,6 +36,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""  # of the HTTP endpoint, on the leader
     engines: dict[str, ProcessId] = {}  # by rank, as JSON wants text keys
     proxy: ProcessId | None = None
+    embedder: ProcessId | None = None
 
 
 def state_root() -> Path:
@@ -77,6 +78,7 @@ class RunFile:
         *,
         engines: dict[int, ProcessId] | None = None,
         proxy: ProcessId | None = None,
+        embedder: ProcessId | None = None,
         coordinator: str | None = None,
         url: str | None = None,
     ) -> None:
@@ -86,6 +88,8 @@ class RunFile:
             changes["engines"] = {str(rank): process for rank, process in engines.items()}
         if proxy is not None:
             changes["proxy"] = proxy
+        if embedder is not None:
+            changes["embedder"] = embedder
         if coordinator is not None:
             changes["coordinator"] = coordinator
         if url is not None:
@@ -150,6 +154,8 @@ def _end_leftovers(path: Path) -> list[str]:
     left = {f"engine of rank {rank}": process for rank, process in record.engines.items()}
     if record.proxy is not None:
         left["proxy"] = record.proxy
+    if record.embedder is not None:
+        left["embedder"] = record.embedder
     notes = []
     for what, process in left.items():
         if not is_alive(process):

@@ -125,7 +125,9 @@ def to_api_error(error: Exception) -> ApiError:
             status = _status_of(code, retry_after_s)
             if status in (429, 503):
                 retry_after_s = retry_after_s or RETRY_AFTER_S
-            return ApiError(status, str(error), code=code, retry_after_s=retry_after_s)
+            return ApiError(
+                status, str(error), code=code, param=error.param or None, retry_after_s=retry_after_s
+            )
         case RequestRejected(code=code, param=param):
             return ApiError(_STATUS_OF_CODE.get(code, 400), str(error), code=code, param=param)
         case CancelledByRequest():

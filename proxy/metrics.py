@@ -32,6 +32,9 @@ class Metrics:
         self.completion_tokens = Counter(
             "mlx_mesh_completion_tokens", "Generated tokens given to clients", registry=self._registry
         )
+        self.embedding_tokens = Counter(
+            "mlx_mesh_embedding_tokens", "Tokens of texts that became vectors", registry=self._registry
+        )
         self.too_long = Counter(
             "mlx_mesh_requests_too_long",
             "Prompts that can never be served, by the limit that they exceed",

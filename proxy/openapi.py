@@ -9,6 +9,11 @@ from fastapi import FastAPI
 
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS
+from mlx_mesh.proxy.schemas.embeddings import (
+    EMBEDDING_FIELDS,
+    OLLAMA_EMBED_FIELDS,
+    OLLAMA_EMBEDDINGS_FIELDS,
+)
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
 from mlx_mesh.proxy.schemas.messages import COUNT_FIELDS, MESSAGES_FIELDS
 from mlx_mesh.proxy.schemas.ollama import OLLAMA_CHAT_FIELDS, OLLAMA_GENERATE_FIELDS
@@ -21,6 +26,9 @@ BODIES: dict[str, FieldPolicy] = {
     "/v1/responses/input_tokens": RESPONSES_FIELDS,
     "/v1/messages": MESSAGES_FIELDS,
     "/v1/messages/count_tokens": COUNT_FIELDS,
+    "/v1/embeddings": EMBEDDING_FIELDS,
+    "/api/embed": OLLAMA_EMBED_FIELDS,
+    "/api/embeddings": OLLAMA_EMBEDDINGS_FIELDS,
     "/api/chat": OLLAMA_CHAT_FIELDS,
     "/api/generate": OLLAMA_GENERATE_FIELDS,
 }
@@ -71,6 +79,8 @@ def _schema(policy: FieldPolicy) -> dict[str, Any]:
     properties = schema["properties"]
     if policy is COMPLETION_FIELDS:
         properties["prompt"] = _PROMPT
+    if policy is EMBEDDING_FIELDS or policy is OLLAMA_EMBED_FIELDS:
+        properties["input"] = _PROMPT
     for name, reason in policy.ignored.items():
         properties.setdefault(name, {"description": f"Ignored: {reason}."})
     return schema

@@ -47,8 +47,39 @@ class Services:
         base_name = self.config.model_id.rstrip("/").rpartition("/")[2]
         return tuple(dict.fromkeys((*self.listed_models, base_name, ANY_MODEL, self.config.model)))
 
+    @property
+    def embedding_names(self) -> tuple[str, ...]:
+        """Every name by which a request may call the embedding model; () when there is none."""
+        model = self.config.embedding_model
+        return tuple(dict.fromkeys((model, model.rpartition("/")[2]))) if model else ()
+
+    def require_embedding_model(self, name: str | None) -> None:
+        """Raises ApiError 404 unless there is one and this names it; None is whatever there is."""
+        if not self.embedding_names:
+            raise ApiError(
+                404,
+                "No embedding model is served here. Start the mesh with --embedding-model FOLDER "
+                "(docs/cli.md says which models can be used).",
+                code="no_embedding_model",
+                param="model",
+            )
+        if name is not None and name not in self.embedding_names:
+            raise ApiError(
+                404,
+                f"The model '{name}' makes no embeddings here; {self.config.embedding_model} does.",
+                code="model_not_found",
+                param="model",
+            )
+
     def require_model(self, name: str | None) -> None:
         """Raises ApiError 404 unless this names the served model."""
+        if name in self.embedding_names:
+            raise ApiError(
+                404,
+                f"The model '{name}' makes embeddings only, at /v1/embeddings.",
+                code="model_not_found",
+                param="model",
+            )
         if name is not None and name not in self.accepted_names:
             raise ApiError(
                 404,

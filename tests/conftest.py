@@ -10,12 +10,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION_VARIABLE = "PYTEST_MESH_SESSION"  # inherited by every process that a test starts
@@ -223,3 +224,62 @@ def _processes_of(session: str) -> dict[int, str]:
         except OSError:  # gone meanwhile, or another user's
             continue
     return found
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random float32 BERT with mean pooling: 2 layers, 16 dimensions, 24 tokens of a text, a
+    token per byte between tokens for its beginning (0) and end (1)."""
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    config = {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 260,
+        "max_position_embeddings": 24,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+    }
+    _write_json(folder / "config.json", config)
+    (folder / "1_Pooling").mkdir()
+    _write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
+    save_file(_bert_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: at for at, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer.enable_truncation(8)  # as published files do; ours decides by the model
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _bert_weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    shapes = {
+        "embeddings.word_embeddings.weight": (config["vocab_size"], size),
+        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], size),
+        "embeddings.token_type_embeddings.weight": (2, size),
+        "embeddings.LayerNorm.weight": (size,),
+        "embeddings.LayerNorm.bias": (size,),
+        "pooler.dense.weight": (size, size),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"encoder.layer.{layer}."
+        for name, rows, columns in (
+            ("attention.self.query", size, size),
+            ("attention.self.key", size, size),
+            ("attention.self.value", size, size),
+            ("attention.output.dense", size, size),
+            ("intermediate.dense", inner, size),
+            ("output.dense", size, inner),
+        ):
+            shapes |= {f"{prefix}{name}.weight": (rows, columns), f"{prefix}{name}.bias": (rows,)}
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes |= {f"{prefix}{name}.weight": (size,), f"{prefix}{name}.bias": (size,)}
+    random = np.random.default_rng(5)
+    return {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}

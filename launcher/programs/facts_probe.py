@@ -58,12 +58,12 @@ def mlx_fault() -> str:
     return lines[-1] if lines else f"importing mlx.core ended with status {done.returncode}"
 
 
-def facts_of(model: str, adapter: str) -> tuple[Any, str]:
+def facts_of(model: str, adapter: str, embedding: str) -> tuple[Any, str]:
     """HostFacts as plain data, or why there are none."""
     try:
         msgspec = importlib.import_module("msgspec")
         facts = importlib.import_module("mlx_mesh.node.facts")
-        found = facts.gather_facts(model, adapter) if adapter else facts.gather_facts(model)
+        found = facts.gather_facts(model, *([adapter, embedding] if adapter or embedding else []))
         return json.loads(msgspec.json.encode(found)), ""
     except Exception as error:  # whatever is wrong there is to be told here
         return None, f"{type(error).__name__}: {error}"
@@ -81,6 +81,7 @@ def main(marker: str, request: str) -> None:
         "missing": [],
         "model": "",
         "adapter": "",
+        "embedding": "",
         "mlx_fault": "",
         "facts": None,
         "facts_error": "",
@@ -91,6 +92,9 @@ def main(marker: str, request: str) -> None:
             answer["model"] = pick_model(asked["models"], asked["model"])
             answer["mlx_fault"] = mlx_fault()
             answer["adapter"] = pick_model(asked.get("adapters", []), asked.get("adapter", ""))
-            answer["facts"], answer["facts_error"] = facts_of(answer["model"], answer["adapter"])
+            answer["embedding"] = pick_model(asked.get("embeddings", []), asked.get("embedding", ""))
+            answer["facts"], answer["facts_error"] = facts_of(
+                answer["model"], answer["adapter"], answer["embedding"]
+            )
     sys.stdout.write(f"\n{marker} {json.dumps(answer)}\n")
     sys.stdout.flush()

@@ -15,6 +15,12 @@ from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS
 from mlx_mesh.proxy.schemas.completions import COMPLETION_FIELDS, MAX_PROMPTS
+from mlx_mesh.proxy.schemas.embeddings import (
+    EMBEDDING_FIELDS,
+    MAX_INPUTS,
+    OLLAMA_EMBED_FIELDS,
+    OLLAMA_EMBEDDINGS_FIELDS,
+)
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
 from mlx_mesh.proxy.schemas.messages import MESSAGES_FIELDS
 from mlx_mesh.proxy.schemas.ollama import OLLAMA_CHAT_FIELDS, OLLAMA_GENERATE_FIELDS
@@ -31,6 +37,12 @@ _ENDPOINTS = (
     ("/api/generate", True, OLLAMA_GENERATE_FIELDS),
 )
 """Path, whether it needs a chat template, and its fields."""
+
+_EMBEDDINGS = (
+    ("/v1/embeddings", EMBEDDING_FIELDS),
+    ("/api/embed", OLLAMA_EMBED_FIELDS),
+    ("/api/embeddings", OLLAMA_EMBEDDINGS_FIELDS),
+)
 
 
 @router.get("/v1/capabilities")
@@ -52,6 +64,15 @@ async def capabilities(request: Request) -> Response:
                     "fields": _fields(policy),
                 }
                 for path, needs_template, policy in _ENDPOINTS
+            }
+            | {
+                path: {
+                    "available": bool(services.embedding_names),
+                    "reason": "" if services.embedding_names else "started without --embedding-model",
+                    "stream": False,
+                    "fields": _fields(policy),
+                }
+                for path, policy in _EMBEDDINGS
             },
             "features": {
                 "streaming": True,
@@ -70,7 +91,7 @@ async def capabilities(request: Request) -> Response:
                 "structured_output": services.tokenizer.can_constrain,
                 "images": False,
                 "audio": False,
-                "embeddings": False,
+                "embeddings": bool(services.embedding_names),
                 "prefix_cache": True,
             },
             "limits": {
@@ -81,6 +102,7 @@ async def capabilities(request: Request) -> Response:
                 "max_stop_string_chars": MAX_STOP_CHARS,
                 "max_top_logprobs": MAX_TOP_LOGPROBS,
                 "max_prompts": MAX_PROMPTS,
+                "max_embedding_inputs": MAX_INPUTS,
                 "max_choices": MAX_CHOICES,
             },
         }

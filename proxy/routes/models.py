@@ -1,4 +1,4 @@
-"""GET /v1/models: the one served model, under each of its names."""
+"""GET /v1/models: the served model under each of its names, and the embedding model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,32 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     services = services_of(request)
-    return json_response(
-        {"object": "list", "data": [_describe(services, name) for name in services.listed_models]}
-    )
+    listed = [_describe(services, name) for name in services.listed_models]
+    if services.embedding_names:
+        listed.append(_describe_embedding(services))
+    return json_response({"object": "list", "data": listed})
 
 
 @router.get("/v1/models/{name:path}")
 async def one_model(request: Request, name: str) -> Response:
     services = services_of(request)
+    if name in services.embedding_names:
+        return json_response(_describe_embedding(services))
     services.require_model(name)
     return json_response(_describe(services, name))
+
+
+def _describe_embedding(services: Services) -> dict[str, Any]:
+    model = services.config.embedding_model
+    return {
+        "id": model,
+        "object": "model",
+        "created": services.started,
+        "owned_by": "mlx-mesh",
+        "root": model,
+        "aliases": list(services.embedding_names),
+        "capabilities": ["embeddings"],
+    }
 
 
 def _describe(services: Services, name: str) -> dict[str, Any]:

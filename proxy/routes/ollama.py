@@ -28,6 +28,7 @@ API_VERSION = "0.12.0"
 """The version of Ollama whose API this is; clients compare it."""
 
 _NEVER = "9999-12-31T23:59:59Z"
+_NO_CARD = ModelCard(family="", quantization="", size_bytes=0, digest="", modified_at="")
 
 router = APIRouter()
 
@@ -68,7 +69,10 @@ async def version(request: Request) -> Response:
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
     services = services_of(request)
-    return json_response({"models": [_entry(services, name) for name in services.listed_models]})
+    entries = [_entry(services, name) for name in services.listed_models]
+    if services.embedding_names:
+        entries.append(_embedding_entry(services))
+    return json_response({"models": entries})
 
 
 @router.get("/api/ps")
@@ -91,6 +95,10 @@ async def show(request: Request) -> Response:
     services = services_of(request)
     body = await read_json_object(request, services.config.max_body_bytes)
     name = body.get("model") or body.get("name")
+    if isinstance(name, str) and name.removesuffix(":latest") in services.embedding_names:
+        return json_response(
+            {"modelfile": "", "details": _details(_NO_CARD), "model_info": {}, "capabilities": ["embedding"]}
+        )
     require_model(services, name if isinstance(name, str) else "")
     card = _card(services)
     tokenizer = services.tokenizer
@@ -140,6 +148,19 @@ def _entry(services: Services, name: str) -> dict[str, Any]:
         "size": card.size_bytes,
         "digest": card.digest,
         "details": _details(card),
+    }
+
+
+def _embedding_entry(services: Services) -> dict[str, Any]:
+    """Its folder is not this process' to read."""
+    model = services.config.embedding_model
+    return {
+        "name": model,
+        "model": model,
+        "modified_at": timestamp(),
+        "size": 0,
+        "digest": "",
+        "details": _details(_NO_CARD),
     }
 
 

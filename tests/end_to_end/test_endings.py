@@ -38,18 +38,23 @@ def soon_gone(pids: list[int], files: list[Path]) -> bool:
     return True
 
 
-def processes_of(mesh: Any, state: Path) -> tuple[int, int, list[int], Path]:
-    """Agent, proxy, engines by rank, run file."""
+def processes_of(mesh: Any, state: Path) -> tuple[int, list[int], list[int], Path]:
+    """Agent, proxy and embedder, engines by rank, run file."""
     run_file = state / "mlx-mesh" / mesh.name / "agent-local.json"
     record = json.loads(run_file.read_bytes())
     engines = [record["engines"][rank]["pid"] for rank in sorted(record["engines"])]
-    return record["agent"]["pid"], record["proxy"]["pid"], engines, run_file
+    others = [record[name]["pid"] for name in ("proxy", "embedder")]
+    return record["agent"]["pid"], others, engines, run_file
 
 
 def test_a_wished_end_lets_open_answers_finish_and_takes_no_new_ones(
-    start_mesh: Any, tiny_llama: Path
+    start_mesh: Any, tiny_llama: Path, tiny_bert: Path
 ) -> None:
-    with start_mesh("up", "--sim", "2", "--model", str(tiny_llama)) as mesh:
+    model = ("--model", str(tiny_llama), "--embedding-model", str(tiny_bert))
+    with start_mesh("up", "--sim", "2", *model) as mesh:
+        with mesh.client() as client:
+            vector = client.embeddings.create(model=tiny_bert.name, input="hello").data[0].embedding
+        assert len(vector) == 16
         url = f"{mesh.url}/v1/chat/completions"
         undisturbed = httpx.post(url, json=BODY, timeout=120).json()["choices"][0]["message"]["content"]
         text = ""
@@ -90,12 +95,14 @@ def kill_agent(mesh: Any, agent: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux ends children with their parent")
 @pytest.mark.parametrize("kill", [kill_launcher, kill_agent])
 def test_a_death_leaves_nothing_even_when_an_engine_and_the_proxy_are_stopped(
-    start_mesh: Any, tiny_llama: Path, tmp_path: Path, kill: Callable[[Any, int], None]
+    start_mesh: Any, tiny_llama: Path, tiny_bert: Path, tmp_path: Path, kill: Callable[[Any, int], None]
 ) -> None:
-    with start_mesh("up", "--sim", "2", "--model", str(tiny_llama)) as mesh:
-        agent, proxy, engines, run_file = processes_of(mesh, tmp_path / "state")
+    model = ("--model", str(tiny_llama), "--embedding-model", str(tiny_bert))
+    with start_mesh("up", "--sim", "2", *model) as mesh:
+        agent, others, engines, run_file = processes_of(mesh, tmp_path / "state")
         os.kill(engines[1], signal.SIGSTOP)
-        os.kill(proxy, signal.SIGSTOP)
+        for other in others:
+            os.kill(other, signal.SIGSTOP)
         kill(mesh, agent)
         # A killed agent's file is removed by its launcher.
-        assert soon_gone([agent, proxy, *engines, mesh.launcher.pid], [run_file])
+        assert soon_gone([agent, *others, *engines, mesh.launcher.pid], [run_file])

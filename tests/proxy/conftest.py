@@ -28,6 +28,8 @@ from mlx_mesh.mesh.messages import (
     ChangeNode,
     Chunk,
     Drain,
+    Embed,
+    Embedded,
     Failed,
     GenerateRequest,
     MeshStatus,
@@ -170,6 +172,8 @@ class ScriptedCoordinator:
     cancelled: queue.Queue[str] = field(default_factory=queue.Queue)
     answers_status: bool = True
     changes: list[tuple[str, str]] = field(default_factory=list)
+    embed: Callable[[Embed], Embedded | Failed] | None = None
+    embeds: list[Embed] = field(default_factory=list)
     node_reply: NodeReply = field(default_factory=lambda: NodeReply(id="", message="done", epoch=1))
     is_running: threading.Event = field(default_factory=threading.Event)
     loop: asyncio.AbstractEventLoop | None = None
@@ -184,8 +188,13 @@ class ScriptedCoordinator:
                 case Submit(request=request):
                     self.requests.append(request)
                     running[request.id] = asyncio.create_task(self._play(request))
+                case Embed():
+                    self.embeds.append(message)
+                    if self.embed is not None:
+                        pipe.send(msgspec.structs.replace(self.embed(message), id=message.id))
                 case Cancel(id=request_id):
-                    running[request_id].cancel()
+                    if request_id in running:
+                        running[request_id].cancel()
                     self.cancelled.put(request_id)
                 case StatusQuery(id=query_id):
                     if self.answers_status:

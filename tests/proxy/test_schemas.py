@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params as text_params
+from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import input_token_count_params, response_create_params
 
@@ -26,6 +27,7 @@ OFFICIAL: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "/v1/completions": (text_params.CompletionCreateParamsBase, ("stream",)),
     "/v1/responses": (response_create_params.ResponseCreateParamsBase, ("stream",)),
     "/v1/responses/input_tokens": (input_token_count_params.InputTokenCountParams, ()),
+    "/v1/embeddings": (embedding_create_params.EmbeddingCreateParams, ()),
     "/v1/messages": (message_create_params.MessageCreateParamsBase, ("stream",)),
     "/v1/messages/count_tokens": (message_count_tokens_params.MessageCountTokensParams, ()),
 }
