@@ -197,11 +197,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         _serve(Jobs(encoder), pipe, commands)
     except BaseException as error:  # the outermost frame
-        kind, message = describe(error)
-        if kind != "config":
+        why = describe(error)
+        if why.kind != "config":
             traceback.print_exc()
-        print(f"embedder: {message}", file=sys.stderr, flush=True)
-        os._exit(EXIT_STATUS[kind])
+        print(f"embedder: {why}", file=sys.stderr, flush=True)
+        os._exit(EXIT_STATUS[why.kind])
 
 
 def _serve(jobs: Jobs, pipe: BlockingPipe[EmbedderCommand], commands: queue.SimpleQueue[Any]) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -89,8 +88,11 @@ def test_what_cannot_be_an_input_is_refused_by_name(front: Any, body: Any, param
 
 
 def test_the_ollama_client_gets_both_forms(front: Any) -> None:
-    with contextlib.closing(ollama.Client(host=front.url)) as client:
+    client = ollama.Client(host=front.url)
+    try:
         check_ollama(front, client)
+    finally:
+        client._client.close()
 
 
 def check_ollama(front: Any, client: ollama.Client) -> None:
@@ -110,8 +112,7 @@ def test_the_model_is_listed_and_makes_nothing_else(front: Any, client: openai.O
     assert [model.id for model in client.models.list()] == ["mlx-community/tiny-model", "local", MODEL]
     assert client.models.retrieve("tiny-bert").id == MODEL
     front.set_ready(True)
-    for asked in (lambda: front.chat(model=MODEL), lambda: front.post("/v1/embeddings", {"model": "local"})):
-        assert asked().status_code in (400, 404)
+    assert front.post("/v1/embeddings", {"input": "a", "model": "local"}).status_code == 404
     assert "/v1/embeddings" in front.chat(model="tiny-bert").json()["error"]["message"]
     features = front.http.get("/v1/capabilities").json()
     assert features["features"]["embeddings"] and features["endpoints"]["/v1/embeddings"]["available"]

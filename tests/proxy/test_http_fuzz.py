@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis.core.result import Ok
 
+from mlx_mesh.mesh.messages import Embed, Embedded
 from mlx_mesh.proxy.openapi import BODIES
 from mlx_mesh.proxy.schemas.fields import FieldPolicy
 
@@ -26,9 +27,24 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": USER},
     "/v1/messages": {"messages": USER, "max_tokens": 3, "system": "be kind"},
     "/v1/messages/count_tokens": {"messages": USER},
+    "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 1},
+    "/api/embed": {"model": "bert", "input": "a"},
+    "/api/embeddings": {"model": "bert", "prompt": "a"},
     "/api/chat": {"model": "local", "messages": USER, "options": {"num_predict": 3}, "stream": False},
     "/api/generate": {"model": "local", "prompt": "a", "options": {"num_predict": 3}, "stream": False},
 }
+
+
+@pytest.fixture
+def whole_front(start_front: Any, saying: Any, ids_of: Any) -> Any:
+    """One with an embedding model, too."""
+
+    def embed(request: Embed) -> Embedded:
+        return Embedded(id="", num_dimensions=1, vectors=b"\0\0\x80?" * len(request.inputs), num_tokens=1)
+
+    return start_front(saying(ids_of("fine")), coordinator={"embed": embed}, embedding_model="bert")
+
+
 SCALARS = (
     st.none()
     | st.booleans()
@@ -163,21 +179,21 @@ def try_schema(front: Any, max_examples: int) -> None:
     assert front.chat().status_code == 200
 
 
-def test_odd_bodies_get_an_answer_and_never_a_fault_of_ours(plain_front: Any) -> None:
-    try_bodies(plain_front, 200)
+def test_odd_bodies_get_an_answer_and_never_a_fault_of_ours(whole_front: Any) -> None:
+    try_bodies(whole_front, 200)
 
 
-def test_what_our_own_document_allows_and_forbids_gets_an_answer(plain_front: Any) -> None:
-    try_schema(plain_front, 4)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_ten_thousand_odd_bodies(plain_front: Any) -> None:
-    try_bodies(plain_front, 10_000)
+def test_what_our_own_document_allows_and_forbids_gets_an_answer(whole_front: Any) -> None:
+    try_schema(whole_front, 4)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_hundreds_of_requests_to_each_operation_of_our_own_document(plain_front: Any) -> None:
-    try_schema(plain_front, 300)
+def test_ten_thousand_odd_bodies(whole_front: Any) -> None:
+    try_bodies(whole_front, 10_000)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_hundreds_of_requests_to_each_operation_of_our_own_document(whole_front: Any) -> None:
+    try_schema(whole_front, 300)
