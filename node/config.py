@@ -96,6 +96,12 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"how long to wait for all ranks ({DEFAULT_JOIN_S:g})",
     )
     mesh.add_argument("--distributed-env-file", metavar="FILE", help=".env file (.env in this folder)")
+    mesh.add_argument(
+        "--elastic",
+        action="store_true",
+        help="server rank only: take a rank in again by itself that was started anew after the mesh went on "
+        "without it",
+    )
     mesh.add_argument("--sharding", choices=["auto", "tensor", "pipeline"], default="auto")
     mesh.add_argument("--backend", choices=["auto", "ring", "jaccl", "jaccl-ring", "nccl"], default="auto")
     serve = parser.add_argument_group("serving (server rank only)")
@@ -228,6 +234,7 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         served_model_names=tuple(flags.served_model_name),
         chat_template=flags.chat_template,
         strip_thinking=flags.strip_thinking,
+        elastic=flags.elastic,
         prefix=prefix_settings.read_flags(flags),
         kv_options=check_kv_options(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
         embedding_model=_model(flags.embedding_model) if flags.embedding_model else "",

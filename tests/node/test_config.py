@@ -203,13 +203,13 @@ def test_the_serving_flags_reach_the_leader(bootstrap: Bootstrap, tmp_path: Path
     mesh = mesh_of(
         bootstrap.config(
             "--host", "0.0.0.0", "--port", "1234", "--api-key-file", str(keys), "--sharding", "tensor",
-            "--served-model-name", "m", "--strip-thinking", "--chat-template", "{{ messages }}",
+            "--served-model-name", "m", "--strip-thinking", "--chat-template", "{{ messages }}", "--elastic",
             env=LOOPBACK,
         )
     )  # fmt: skip
     assert (mesh.serve_host, mesh.serve_port, mesh.api_keys) == ("0.0.0.0", 1234, ("alpha", "beta"))
     assert mesh.sharding is Sharding.TENSOR and mesh.served_model_names == ("m",)
-    assert mesh.strip_thinking and mesh.chat_template == "{{ messages }}"
+    assert mesh.strip_thinking and mesh.chat_template == "{{ messages }}" and mesh.elastic
 
 
 def test_the_api_key_may_come_from_the_environment(bootstrap: Bootstrap) -> None:

@@ -158,6 +158,20 @@ async def test_an_elastic_mesh_takes_a_host_in_again_and_requests_go_on(run_mesh
         assert [event.cause for event in leader.output.all(EpochEnded)][1:] == ["mac3 came back"]
 
 
+async def test_a_rank_that_is_started_by_hand_again_is_taken_in_by_an_elastic_mesh(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        mesh.plans = [HostPlan(name="mac1"), HostPlan(name="")]  # known by its rank only
+        mesh.is_elastic = True
+        impatient(mesh)
+        leader = await mesh.start_leader(ranks=(0,), world_size=2)
+        mesh.start("box-r1", ranks=(1,), world_size=2)
+        await leader.output.wait_for(MeshReady)
+        lose(mesh, "box-r1")
+        assert (await next_epoch(leader, 2)).world_size == 1
+        mesh.start("box-r1", key="again", ranks=(1,), world_size=2)
+        assert (await next_epoch(leader, 3)).world_size == 2
+
+
 async def test_without_elastic_a_host_that_came_back_waits_until_it_is_added(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
         impatient(mesh)
