@@ -37,6 +37,7 @@ from mlx_mesh.launcher.text import harmless
 from mlx_mesh.launcher.up import dry_run, up
 from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, MeshError, PreflightError, SettingsError
+from mlx_mesh.mesh.foreign_flags import refuse_foreign
 from mlx_mesh.mesh.hostfile_words import MPI_REASON
 from mlx_mesh.mesh.kv_options import KV_BITS, KV_GROUP_SIZES
 from mlx_mesh.mesh.links import LINKS
@@ -52,6 +53,12 @@ EXIT_CODES = "exit status: " + ", ".join(f"{code.value} {code.name.lower()}" for
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Every error is one message on stderr; a traceback only with --debug."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] in (["up"], ["serve"]):
+            refuse_foreign(words[1:])
+    except MeshError as error:
+        print(f"{ERROR_PREFIX}{told(error)}", file=sys.stderr)
+        return error.exit_code
     arguments = build_parser().parse_args(words)
     arguments.words = words
     run = cast("Callable[[Arguments], int]", arguments.run)
@@ -444,7 +451,7 @@ def _add_kv_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="folder or hub id; wins over the hostfile's")
+    parser.add_argument("-m", "--model", help="folder or hub id; wins over the hostfile's")
     _add_adapter_flag(parser)
     parser.add_argument(
         "--embedding-model",
@@ -469,7 +476,9 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's")
     parser.add_argument("--strip-thinking", action="store_true", help="leave reasoning out of answers")
-    parser.add_argument("--max-sequences", type=int, metavar="N", help="decoded together (default 32)")
+    parser.add_argument(
+        "--max-sequences", "--max-num-seqs", type=int, metavar="N", help="decoded together (default 32)"
+    )
     parser.add_argument(
         "--max-queued-requests",
         type=int,

@@ -23,6 +23,7 @@ from dotenv import dotenv_values
 
 from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.foreign_flags import refuse_foreign
 from mlx_mesh.mesh.kv_options import check_kv_options
 from mlx_mesh.mesh.messages import AgentConfig, Deadlines, HostPlan, MeshConfig
 from mlx_mesh.mesh.types import Backend, Sharding
@@ -79,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         "MLX_MESH_ADAPTER_PATH are read "
         "from the environment or a .env file.",
     )
-    parser.add_argument("--model", required=True, help="model folder, or a hub id in the local cache")
+    parser.add_argument("-m", "--model", required=True, help="model folder, or a hub id in the local cache")
     parser.add_argument(
         "--adapter-path", metavar="DIR", help="folder of a LoRA or DoRA adapter (MLX_MESH_ADAPTER_PATH)"
     )
@@ -124,7 +125,9 @@ def manual_settings(argv: Sequence[str], environ: Mapping[str, str], folder: Pat
 
     `state` holds the development secret of loopback meshes. Raises SettingsError; argparse exits by itself.
     """
-    flags = build_parser().parse_args(argv)
+    parser = build_parser()
+    refuse_foreign(argv, known=parser._option_string_actions.keys())
+    flags = parser.parse_args(argv)
     env_file, values = _read_env_file(flags.distributed_env_file, folder)
     source = _Source(values | {name: value for name, value in environ.items() if value}, env_file)
     host = flags.distributed_host or source.text(HOST)

@@ -15,8 +15,8 @@ from mlx_mesh.proxy.open_answers import OpenAnswers
 from mlx_mesh.proxy.response_store import ResponseStore
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
-ANY_MODEL = "local"
-"""The name that means whatever is served."""
+ANY_MODEL = ("local", "default")
+"""The names that mean whatever is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Services:
     def accepted_names(self) -> tuple[str, ...]:
         """Every name by which a request may call the model: also the last part of its id, and its folder."""
         base_name = self.config.model_id.rstrip("/").rpartition("/")[2]
-        return tuple(dict.fromkeys((*self.listed_models, base_name, ANY_MODEL, self.config.model)))
+        return tuple(dict.fromkeys((*self.listed_models, base_name, *ANY_MODEL, self.config.model)))
 
     @property
     def embedding_names(self) -> tuple[str, ...]:
