@@ -63,6 +63,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[Compared, ...]
     kv_bits: int = 0  # 0 = keys and values are not quantised
     agreement: tuple[int, int] = (0, 0)  # then: so many of so many tokens are also the unquantised model's
+    noise: float = 0.0  # and by so much quantising moves the log-probability of a token at most
 
     @property
     def largest_gap(self) -> float:
@@ -70,8 +71,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_same(self) -> bool:
-        """Equal tokens, or a tie that may fall either way."""
-        return all(item.differs_at < 0 or item.near_tie <= TOLERANCE for item in self.prompts)
+        """Equal tokens, or a tie that may fall either way. Rounding to a few bits makes large differences of
+        the smallest ones, up to what it changes itself, so ties are wider then."""
+        tolerance = max(TOLERANCE, self.noise)
+        return all(item.differs_at < 0 or item.near_tie <= tolerance for item in self.prompts)
 
 
 def verify(config: LaunchConfig, environment: Mapping[str, str], say: Say, *, by_layers: bool) -> Verdict:
@@ -92,20 +95,19 @@ def verify(config: LaunchConfig, environment: Mapping[str, str], say: Say, *, by
             say(f"{leader.name} cannot hold it whole, so it is recomputed layer by layer. {_why(error)}")
     say(f"Asking {config.num_ranks} ranks ...")
     answers = _ask(mesh, environment, say)
-    kv_bits, agreement = config.kv_options.bits, (0, 0)
-    if kv_bits:
+    quantised: dict[str, Any] = {}
+    if config.kv_options.bits:
         say(f"Recomputing the answers on {leader.name} with unquantised keys and values ...")
         plain = replace(alone, kv_options=KvOptions())
         scores = score_by_layers(plain, [_answered(answer) for answer in answers], say)
-        agreement = _agreement(scores, answers)
+        quantised = {"kv_bits": config.kv_options.bits, **beside_unquantised(scores, answers)}
     if expected is not None:
         compared = [compare(*item) for item in zip(PROMPTS, expected, answers, strict=True)]
         return Verdict(
             model=config.model,
             reference=f"{leader.name} alone",
             prompts=tuple(compared),
-            kv_bits=kv_bits,
-            agreement=agreement,
+            **quantised,
         )
     say(f"Recomputing the answers on {leader.name}, layer by layer ...")
     scores = score_by_layers(alone, [_answered(answer) for answer in answers], say)
@@ -118,19 +120,23 @@ def verify(config: LaunchConfig, environment: Mapping[str, str], say: Say, *, by
         model=config.model,
         reference=reference,
         prompts=tuple(compared),
-        kv_bits=kv_bits,
-        agreement=agreement,
+        **quantised,
     )
 
 
-def _agreement(scores: ReferenceScores, answers: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """How many of how many tokens the reference would have chosen, each after the tokens before it."""
-    pairs = [
-        (best, token)
+def beside_unquantised(scores: ReferenceScores, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What quantised caches change of the answers: `agreement` and `noise` of a Verdict. Each token is looked
+    at after the tokens that are before it. Pure."""
+    rows = [
+        row
         for scored, answer in zip(scores.answers, answers, strict=True)
-        for best, token in zip(scored.best_ids, answer["token_ids"], strict=True)
+        for row in zip(
+            *(scored.best_ids, scored.logprobs, answer["token_ids"], answer["token_logprobs"]), strict=True
+        )
     ]
-    return sum(best == token for best, token in pairs), len(pairs)
+    same = sum(best == token for best, _, token, _ in rows)
+    noise = max((abs(plain - seen) for _, plain, _, seen in rows), default=0.0)
+    return {"agreement": (same, len(rows)), "noise": noise}
 
 
 def _why(error: PlacementError) -> str:
@@ -224,8 +230,9 @@ def lines(verdict: Verdict) -> list[str]:
     if verdict.kv_bits:
         same, count = verdict.agreement
         out.append(
-            f"Of {count} tokens with keys and values of {verdict.kv_bits} bits, {same} are also the "
-            f"likeliest without quantisation ({100 * same / max(1, count):.1f} %)."
+            f"Of {count} tokens with keys and values of {verdict.kv_bits} bits, {same} "
+            f"({100 * same / max(1, count):.1f} %) are also the likeliest without. Quantising moves the "
+            f"log-probability of a token by up to {verdict.noise:.2g}; ties within that may fall either way."
         )
     return [
         *out,
