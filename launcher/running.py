@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mlx_mesh.launcher.api import Api, ApiError
@@ -41,13 +42,22 @@ def find_folder(
         names = ", ".join(folder.name for folder in found or left)
         if found:
             raise SettingsError(f"Several meshes {'run' if running else 'were left'}: {names}. Name one.")
-        told = f" Of {names} the launcher was killed: `mlx-mesh down` ends what it left." if left else ""
+        if left:
+            told = f" Of {names} the launcher was killed: `mlx-mesh down` ends what it left."
+        else:
+            told = last_detached(root).last_words()
         raise NotRunningError(f"No mesh runs here.{told} Start one with `mlx-mesh up hosts.yaml`.")
     if target.endswith((".yaml", ".yml", ".json")) or "/" in target:
         return StateFolder(root, read_hostfile(target).name)
     for problem in check_name(target):
         raise SettingsError(f"The mesh name {target!r} {problem}.")
     return StateFolder(root, target)
+
+
+def last_detached(root: Path) -> StateFolder:
+    """The mesh whose detached launcher said something last; one that is not there when none ever did."""
+    logs = [(log.stat().st_mtime, log.parent.name) for log in root.glob("*/launcher.log")]
+    return StateFolder(root, max(logs, default=(0.0, "none"))[1])
 
 
 @contextmanager

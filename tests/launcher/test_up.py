@@ -572,8 +572,8 @@ def test_a_detached_mesh_that_fails_tells_its_cause_and_leaves_nothing(local: tu
     assert done.returncode == ExitCode.BRING_UP
     assert "mlx-mesh: No memory for rank 1." in done.stderr
     assert is_gone(fake.agents()[0]["pid"])
-    for command in ("status", "down"):
-        asked = mesh(command, "studio")
+    for command in (["status", "studio"], ["down", "studio"], ["status"]):
+        asked = mesh(*command)
         assert asked.returncode == ExitCode.NOT_RUNNING
         assert re.search(r"The last one ended: No memory for rank 1 \(see .*launcher\.log\)", asked.stderr)
 
