@@ -8,14 +8,14 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TextIO, cast
 
 import msgspec
 
 from mlx_mesh import __version__
-from mlx_mesh.launcher import bench_command, plan_command, verify_command
+from mlx_mesh.launcher import bench_command, mcp_server, plan_command, verify_command
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.chat import HELP, Chat, ChatSettings, ask_once, converse, piped_question
 from mlx_mesh.launcher.config import (
@@ -247,13 +247,7 @@ def _chat(arguments: Arguments) -> int:
     settings = ChatSettings(
         system=arguments.system, max_tokens=arguments.max_tokens, temperature=arguments.temperature
     )
-    with contextlib.ExitStack() as stack:
-        if arguments.url:
-            keys = read_api_keys(arguments.api_key_file, os.environ)
-            api = Api(arguments.url, keys[0] if keys else "")
-        else:
-            state = find_folder(arguments.target, os.environ).read_running()
-            api = stack.enter_context(api_of(state, arguments.api_key_file, os.environ))
+    with _chosen_api(arguments) as api:
         chat = Chat(api, settings)
         if arguments.prompt is not None:  # standard input is left alone: it may never end
             ask_once(chat, arguments.prompt, sys.stdout)
@@ -262,6 +256,25 @@ def _chat(arguments: Arguments) -> int:
         else:
             print(f"{api.url}: {HELP}")
             converse(chat, sys.stdout)
+    return ExitCode.OK
+
+
+@contextlib.contextmanager
+def _chosen_api(arguments: Arguments) -> Iterator[Api]:
+    """Of --url, or of a mesh that runs."""
+    if arguments.url:
+        keys = read_api_keys(arguments.api_key_file, os.environ)
+        yield Api(arguments.url, keys[0] if keys else "")
+        return
+    state = find_folder(arguments.target, os.environ).read_running()
+    with api_of(state, arguments.api_key_file, os.environ) as api:
+        yield api
+
+
+def _mcp(arguments: Arguments) -> int:
+    mcp_server.require_package()
+    with _chosen_api(arguments) as api:
+        mcp_server.build_server(api).run("stdio")
     return ExitCode.OK
 
 
@@ -413,12 +426,13 @@ def build_parser() -> argparse.ArgumentParser:
     status = command("status", _status, "Show a running mesh and its ranks.")
     logs = command("logs", _logs, "Show what the ranks of a running mesh say.")
     chat = command("chat", _chat, "Chat with a running mesh.")
+    mcp = command("mcp", _mcp, "Offer a running mesh to MCP clients over standard input and output.")
     node = command("node", _node, "Take a host out of a running mesh, or in again.")
     node.add_argument("action", choices=["drain", "add"], help="go on without the host, or with it again")
     node.add_argument("host", metavar="HOST", help="its name in the hostfile")
-    for made in (down, status, node, logs, chat):
+    for made in (down, status, node, logs, chat, mcp):
         made.add_argument("target", nargs="?", metavar="NAME|hosts.yaml", help="default: the one that runs")
-    for made in (status, node, chat):
+    for made in (status, node, chat, mcp):
         made.add_argument(
             "--api-key-file", metavar="FILE", help="default: MLX_MESH_API_KEY, or what `up` was given"
         )
@@ -429,6 +443,7 @@ def build_parser() -> argparse.ArgumentParser:
         "-n", "--lines", type=int, default=50, metavar="N", help="last lines per rank (default 50)"
     )
     chat.add_argument("--url", help="any OpenAI-compatible server, like http://127.0.0.1:18000")
+    mcp.add_argument("--url", help="a mesh by its address, like http://127.0.0.1:18000")
     chat.add_argument(
         "-p", "--prompt", help="ask this once and print the answer; without it, what is piped in"
     )
