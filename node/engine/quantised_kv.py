@@ -1,9 +1,9 @@
 """Quantised caches that can be batched: mlx-lm's QuantizedKVCache in rows, with the protocol of BatchKVCache.
 
 A token attends to the quantised keys and values of all tokens up to itself, also within one prefill chunk.
-So what a cache holds depends neither on how a prompt was cut into chunks nor on what runs beside it, and a
-sequence that is computed again from its tokens goes on as before. (mlx-lm's own `--kv-bits` attends to the
-first chunk before it is quantised.)
+So what a cache holds depends neither on how a prompt was cut into chunks nor on what runs beside it, nor on
+whether a token was read or generated, but for the noise of floats, which rounding can make large.
+(mlx-lm's own `--kv-bits` attends to the first chunk before it is quantised.)
 """
 
 from __future__ import annotations

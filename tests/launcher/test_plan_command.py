@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlx_mesh.launcher import bench_command, cli, plan_command, verify_command
@@ -24,7 +25,7 @@ from mlx_mesh.mesh.errors import ExitCode, PreflightError, SettingsError
 from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.measurements import HostMeasurement, Measurements
-from mlx_mesh.mesh.reference import Scored
+from mlx_mesh.mesh.reference import ReferenceScores, Scored
 from mlx_mesh.mesh.types import HostFacts, Versions
 
 GIB = 1024**3
@@ -229,6 +230,21 @@ def test_the_first_different_token_counts_unless_it_was_a_near_tie() -> None:
     far = answer(["a", "b", "x"], [-0.1, -0.2, -9.0], [{}, {"b": -0.2, "c": -3.0}, {}])
     verdict = verdict_of(verify_command.compare("p", far, other))
     assert not verdict.is_same and "does NOT answer" in verify_command.lines(verdict)[-1]
+
+
+def test_what_quantised_caches_change_is_said_and_widens_ties() -> None:
+    scored = Scored(best_ids=(5, 7), best_logprobs=(-0.1, -0.2), logprobs=(-0.1, -0.5))
+    scores = ReferenceScores(answers=(scored,), num_parts=1, largest_part_bytes=1)
+    given = answer(["a", "b"], [-0.1, -0.25]) | {"token_ids": [5, 6]}
+    changed = verify_command.beside_unquantised(scores, [given])
+    assert changed == {"agreement": (1, 2), "noise": 0.25}
+    tie = verify_command.Compared(
+        prompt="p", num_tokens=2, largest_gap=0.1, differs_at=1, tokens=("b", "c"), near_tie=0.2
+    )
+    verdict = msgspec.structs.replace(verdict_of(tie), kv_bits=4, **changed)
+    assert not verdict_of(tie).is_same and verdict.is_same
+    told = verify_command.lines(verdict)[-2]
+    assert "Of 2 tokens with keys and values of 4 bits, 1 (50.0 %)" in told and "up to 0.25" in told
 
 
 def test_the_gap_is_also_that_of_the_other_likely_tokens() -> None:

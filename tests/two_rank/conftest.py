@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from mlx_mesh.mesh.kv_budget import KvBudget
+from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.messages import (
     Cancel,
     Connect,
@@ -234,6 +235,7 @@ class EngineMesh:
         *,
         prefill_step_size: int = 0,
         kv: KvBudget | None = None,
+        kv_options: KvOptions | None = None,
         adapter: str = "",
     ) -> None:
         for engine in self.engines:
@@ -245,6 +247,7 @@ class EngineMesh:
                     prefill_step_size=prefill_step_size,
                     context_length=2048,
                     kv=kv or KvBudget(),
+                    kv_options=kv_options or KvOptions(),
                     adapter=adapter,
                 )
             )
