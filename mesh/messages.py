@@ -518,6 +518,7 @@ class AgentBeat(Message, frozen=True):
 
     seq: int
     stopped: tuple[int, ...] = ()
+    pressure: str = ""  # how the host is short of memory, in words; '' = it is not
 
 
 class Leaving(Message, frozen=True):
@@ -683,6 +684,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["serving", "gone", "standby", "drained", "failed"]
     ranks: tuple[int, ...]
     detail: str = ""
+    pressure: str = ""  # how it is short of memory; while one is, no new request is taken
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts
 from mlx_mesh.node.channel import AgentChannel, LinkDown, LinkUp, split_endpoint
 from mlx_mesh.node.engines import Engines
 from mlx_mesh.node.ports import reserve_data_ports
+from mlx_mesh.node.pressure import read_pressure
 
 TICK_S = 0.25
 _UNKILLABLE_S = 5.0
@@ -283,7 +284,9 @@ class Agent:
         while True:
             if self._has_joined:
                 self._seq += 1
-                self._channel.send(AgentBeat(seq=self._seq, stopped=self._engines.stopped_ranks()))
+                self._channel.send(
+                    AgentBeat(seq=self._seq, stopped=self._engines.stopped_ranks(), pressure=read_pressure())
+                )
             await asyncio.sleep(self._deadlines.heartbeat_interval_s)
 
     async def _obey(self) -> None:

@@ -160,6 +160,7 @@ class Coordinator:
             world_size=self.roster.world_size,
             max_open=self.mesh.max_sequences + self.mesh.max_queue,
             request_s=self.deadlines.request_s,
+            pressure=self.roster.pressure,
         )
         self._front.greet_with(lambda: self._desk.readiness)
         self._lineup = Lineup(self.roster, self.deadlines, place=self._place, now=self._now)

@@ -52,9 +52,10 @@ class Desk:
         world_size: int,
         max_open: int,
         request_s: float,
+        pressure: Callable[[], str] = lambda: "",
     ) -> None:
         """`command` goes to the leader's engine; `status` is asked with or without metrics; `max_open` bounds
-        running and waiting requests together."""
+        running and waiting requests together; `pressure`: which host is short of memory, in words."""
         self._send = send
         self._command = command
         self._status = status
@@ -62,6 +63,7 @@ class Desk:
         self._now = now
         self._max_open = max_open
         self._request_s = request_s
+        self._pressure = pressure
         self._owed_since: float | None = None
         self._is_waiting_room = False  # requests that come while no engine leads wait for the next one
         self.is_draining = False
@@ -256,6 +258,9 @@ class Desk:
             return "not_ready", f"The mesh is not ready: {self.readiness.reason}.", RETRY_AFTER_S
         if request.id in self.journal:
             return "duplicate_request", f"The request id {request.id} is in use.", 0
+        if short := self._pressure():
+            message = f"A host is short of memory ({short}), so no new request is taken now. Try again later."
+            return "memory_pressure", message, RETRY_AFTER_S
         if len(self.journal) >= self._max_open:
             return (
                 "queue_full",

@@ -205,5 +205,11 @@ class Lineup:
             if self._roster.mesh.elastic and state_of(view) == "standby":
                 detail = f"taken in {settle_time_s(view, settle_s):g} s after it came, if the model fits then"
             ranks = self._roster.seats[view.index].ranks
-            rows.append(HostStatus(host=view.name, state=state_of(view), ranks=ranks, detail=detail))
+            member = self._roster.seats[view.index].member
+            pressure = member.pressure if member is not None and not member.lost else ""
+            rows.append(
+                HostStatus(
+                    host=view.name, state=state_of(view), ranks=ranks, detail=detail, pressure=pressure
+                )
+            )
         return tuple(rows)

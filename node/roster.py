@@ -147,6 +147,7 @@ class Member:
     broke_epoch: str = ""  # it is here, but cannot go on in the current epoch, and why
     stopped_epoch: int = 0
     ports: PortsReserved | None = None
+    pressure: str = ""  # see AgentBeat
 
 
 @dataclass(slots=True)
@@ -203,6 +204,12 @@ class Roster:
     def placed(self) -> Iterator[tuple[Seat, Member]]:
         """Of these the ones that have ranks."""
         return ((seat, member) for seat, member in self.members() if seat.ranks)
+
+    def pressure(self) -> str:
+        """Which host that serves is short of memory, and how; '' = none is."""
+        return "; ".join(
+            f"{seat.host}: {member.pressure}" for seat, member in self.placed() if member.pressure
+        )
 
     def place(self, hosts: Sequence[int]) -> None:
         """Give ranks to these hosts, by their places, and to no other. Not while an epoch is open."""
@@ -284,7 +291,7 @@ class Roster:
         epoch.divergence = epoch.divergence or epoch.digests.note(rank, step, digest)
 
     def note_agent_beat(self, seat: Seat, member: Member, beat: AgentBeat, now: float) -> None:
-        member.beat_at, member.last_seq = now, beat.seq
+        member.beat_at, member.last_seq, member.pressure = now, beat.seq, beat.pressure
         for rank in seat.ranks:
             record = self.ranks[rank]
             record.agent_beats_since += 1
