@@ -155,7 +155,7 @@ def test_wifi_is_taken_when_allowed_and_named_when_not(macs: ModuleType, seen: S
         )
         for number in (1, 2)
     ]
-    with pytest.raises(BringUpError, match="Wi-Fi is the only network .* --allow-wifi"):
+    with pytest.raises(BringUpError, match=r"Wi-Fi is the only network .* --allow-wifi"):
         ring_links(hosts, allow_wifi=False)
     assert ring_links(hosts, allow_wifi=True)["mac2"].link_class is LinkClass.WIFI
 
