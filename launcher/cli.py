@@ -379,6 +379,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="take a host in again by itself that comes back after the mesh went on without it",
     )
+    up_parser.add_argument(
+        "--allow-wifi", action="store_true", help="let data go over Wi-Fi where hosts have no cable in common"
+    )
     up_parser.add_argument("--backend", type=_backend, help="auto, ring, jaccl, jaccl-ring or nccl")
     _add_launch_flags(up_parser)
 
@@ -571,5 +574,6 @@ def _flags(arguments: Arguments) -> Flags:
         ssh_config=arguments.ssh_config,
         is_offline=arguments.offline,
         paranoid=arguments.paranoid,
+        allow_wifi=getattr(arguments, "allow_wifi", False),
         is_elastic=getattr(arguments, "elastic", False),
     )

@@ -51,6 +51,7 @@ class Flags:
     ssh_config: str | None = None
     is_offline: bool = False
     paranoid: bool = False
+    allow_wifi: bool = False
     is_elastic: bool = False
 
 
@@ -84,6 +85,7 @@ class LaunchConfig:
     ssh_config: str = ""  # '' = ~/.ssh/config
     notes: tuple[str, ...] = ()
     paranoid: bool = False
+    allow_wifi: bool = False
     is_elastic: bool = False  # take hosts in again by itself
     faults: tuple[str, ...] = ()  # of --fault
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -185,6 +187,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         notes=hostfile.notes,
         is_offline=flags.is_offline,
         paranoid=flags.paranoid,
+        allow_wifi=flags.allow_wifi,
         is_elastic=flags.is_elastic,
         deadlines=hostfile.deadlines,
     )

@@ -9,23 +9,28 @@ from mlx_mesh.launcher.text import table
 from mlx_mesh.mesh.placement import format_bytes
 
 HEADERS = ("rank", "host", "address", "phase", "step", "layers", "weights", "memory", "engine", "heartbeat")
+LINK_HEADERS = ("link", "to", "at", "interface", "round trip", "bandwidth")
 
 
 def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[str]:
     """A few words about the mesh, and a row per rank."""
     model, backend = status.get("model", "?"), status.get("backend", "?")
     ready = "ready" if status.get("ready") else f"not ready: {status.get('reason') or 'no reason given'}"
+    why = f" ({status['backend_reason']})" if status.get("backend_reason") else ""
     cause = f" ({status['epoch_cause']})" if status.get("epoch_cause") else ""
     lines = [
         f"{status.get('name', '?')}: {ready}",
         f"  model {model}",
         f"  world size {status.get('world_size', '?')}, sharding {status.get('sharding', '?')}, "
-        f"backend {backend}, epoch {status.get('epoch', '?')}{cause}",
+        f"backend {backend}{why}, epoch {status.get('epoch', '?')}{cause}",
         f"  requests: {status.get('num_running', 0)} running, {status.get('num_waiting', 0)} waiting",
     ]
     if status.get("ready") and status.get("lineup"):
         lines.append(f"  {status['lineup']}")
     lines += ["", *table(HEADERS, [_row(rank) for rank in nodes.get("ranks", [])])]
+    links = [(rank, rank["link"]) for rank in nodes.get("ranks", []) if rank.get("link")]
+    if links:
+        lines += ["", *table(LINK_HEADERS, [_link_row(rank, link) for rank, link in links])]
     others = [host for host in nodes.get("hosts", []) if host.get("state") != "serving"]
     if others:
         lines += ["", *(f"{host['host']}: {host['state']}: {host.get('detail', '')}" for host in others)]
@@ -47,4 +52,18 @@ def _row(rank: Mapping[str, Any]) -> list[str]:
         format_bytes(int(rank.get("memory_bytes") or 0)),
         str(rank.get("engine_pid", "?")),
         "-" if beat is None else f"{float(beat):.1f} s",
+    ]
+
+
+def _link_row(rank: Mapping[str, Any], link: Mapping[str, Any]) -> list[str]:
+    """From one rank to the next, as it was measured when they connected."""
+    name, kind = str(link.get("interface") or ""), str(link.get("evidence") or link.get("link_class") or "")
+    rtt, rate = link.get("rtt_ms"), link.get("bandwidth_bytes_per_s")
+    return [
+        str(rank.get("rank", "?")),
+        str(link.get("peer", "?")),
+        str(link.get("peer_address") or "-"),
+        f"{name} ({kind})" if name else kind or "-",
+        "-" if rtt is None else f"{float(rtt):.2f} ms",
+        "-" if rate is None else f"{float(rate) / 1e9:.2f} GB/s",
     ]

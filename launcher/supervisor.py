@@ -346,7 +346,7 @@ class Supervisor:
                 placement = event.placement
                 console.say(
                     f"Coordinator: {placement.world_size} rank{'s' if placement.world_size > 1 else ''}, "
-                    f"sharding {placement.sharding}, backend {event.backend}"
+                    f"sharding {placement.sharding}, backend {event.backend} ({event.backend_reason})"
                 )
             case RankProgress():
                 console.progress(event.rank, event.host, event.phase, event.done, event.total, event.detail)
@@ -607,6 +607,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
                 name=host.entry.name,
                 slots=host.entry.slots,
                 address=host.address,
+                is_pinned=bool(host.entry.addresses),
                 layers=host.entry.layers,
                 memory_limit_bytes=host.entry.memory_limit_bytes,
                 rdma=host.entry.rdma,
@@ -630,6 +631,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         max_queue=config.max_queued_requests,
         elastic=config.is_elastic,
         paranoid=config.paranoid,
+        allow_wifi=config.allow_wifi,
         prefill_step_size=config.prefill_step_size,
         prefix=config.prefix,
         kv_options=config.kv_options,

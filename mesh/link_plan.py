@@ -7,7 +7,7 @@ under which the host of the rank before it reaches it: on the best link that the
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -61,10 +61,12 @@ def links_between(
 ) -> list[PairLink]:
     """All links that two hosts, (name, interfaces) each, have in common, best first: the worse end of a link
     says how good it is."""
+    # One subnet on several ports: the system sends everything through one of them.
+    is_clear = all(_num_self_assigned(interfaces, allow_wifi) < 2 for _, interfaces in (dials, listens))
     found: list[tuple[tuple[tuple[int, int], ...], PairLink]] = []
     for here in usable_interfaces(dials[1], allow_wifi):
         for there in usable_interfaces(listens[1], allow_wifi):
-            for own, peer in _common_addresses(here, there):
+            for own, peer in _common_addresses(here, there, is_clear):
                 link = PairLink(
                     dials=LinkEnd(host=dials[0], interface=here.name, address=own, evidence=here.evidence),
                     listens=LinkEnd(
@@ -79,16 +81,22 @@ def links_between(
     return [link for _, link in sorted(found, key=lambda item: (item[0], item[1].listens.address))]
 
 
-def _common_addresses(here: Interface, there: Interface) -> Iterator[tuple[str, str]]:
+def _num_self_assigned(interfaces: Sequence[Interface], allow_wifi: bool) -> int:
+    usable = usable_interfaces(interfaces, allow_wifi)
+    return sum(any(ipaddress.ip_interface(a).ip in LINK_LOCAL for a in each.addresses) for each in usable)
+
+
+def _common_addresses(here: Interface, there: Interface, is_clear: bool) -> Iterator[tuple[str, str]]:
     """Pairs of addresses of one subnet on both. Two ends whose cables lead elsewhere have none. Self-assigned
-    addresses count on Thunderbolt only: on a switch they are what a failed DHCP leaves behind."""
+    addresses count where they are clear, and on Thunderbolt only: on a switch they are what a failed DHCP
+    leaves behind."""
     if not may_meet(here, there):
         return
     for own in map(ipaddress.ip_interface, here.addresses):
         for peer in map(ipaddress.ip_interface, there.addresses):
             if own.network != peer.network or own.ip == peer.ip:
                 continue
-            if own.ip in LINK_LOCAL and here.link_class is not LinkClass.THUNDERBOLT:
+            if own.ip in LINK_LOCAL and not (is_clear and here.link_class is LinkClass.THUNDERBOLT):
                 continue
             yield str(own.ip), str(peer.ip)
 
@@ -121,20 +129,27 @@ def overlapping_subnets(host: str, interfaces: Sequence[Interface]) -> list[str]
     ]
 
 
-def ring_links(hosts: Sequence[tuple[str, Sequence[Interface]]], allow_wifi: bool) -> dict[str, PairLink]:
+def ring_links(
+    hosts: Sequence[tuple[str, Sequence[Interface]]], allow_wifi: bool, pinned: Mapping[str, str] = {}
+) -> dict[str, PairLink]:
     """Host -> the link by which the host of the rank before it reaches it. `hosts` in rank order; the last
-    one comes before the first. A host without a common subnet with its neighbour is left out: a router may
-    join them. Raises BringUpError when Wi-Fi is all that a pair has and it is not allowed."""
+    one comes before the first. `pinned`: addresses that hosts must listen on, whatever their links are.
+
+    A host without a common subnet with its neighbour is left out: a router may join them. Raises BringUpError
+    when Wi-Fi is all that a pair has and it is not allowed.
+    """
     chosen: dict[str, PairLink] = {}
     refused = []
     for index, listens in enumerate(hosts):
-        dials = hosts[index - 1]
+        dials, address = hosts[index - 1], pinned.get(listens[0])
         if dials[0] == listens[0]:
             continue
-        links = links_between(dials, listens, allow_wifi)
+        links = links_between(dials, listens, allow_wifi or address is not None)
+        if address is not None:
+            links = [link for link in links if link.listens.address == address]
         if links:
             chosen[listens[0]] = links[0]
-        elif links_between(dials, listens, allow_wifi=True):
+        elif address is None and links_between(dials, listens, allow_wifi=True):
             refused.append(f"{dials[0]} and {listens[0]}")
     if refused:
         raise BringUpError(

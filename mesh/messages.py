@@ -62,7 +62,8 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     slots: int = 1
-    address: str = ""  # IPv4 for the data links; '' = the agent's control address
+    address: str = ""  # IPv4 by which the others reach it; '' = the agent's control address
+    is_pinned: bool = False  # `address` is the user's word: the data goes over it, whatever else there is
     layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0  # 0 = what the host reports
     rdma: tuple[str | None, ...] = ()
@@ -98,6 +99,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False  # take a host in again by itself that came back after the mesh went on without it
     paranoid: bool = False  # compare all ranks after each step, before its tokens are passed on
     prefix: PrefixSettings = PrefixSettings()
+    allow_wifi: bool = False  # data may go over Wi-Fi where hosts have nothing better in common
     deadlines: Deadlines = Deadlines()
 
 
@@ -315,12 +317,22 @@ class EngineHello(Message, frozen=True):
     device: str = ""
 
 
+class NeighbourLink(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank measured by TCP towards the next rank, on the addresses and ports of the data link."""
+
+    peer: int
+    rtt_ns: int  # median of small messages there and back
+    bandwidth: int  # bytes a second of a short stream
+
+
 class PhaseReached(Message, frozen=True):
-    """The rank finished a phase: CONNECTED, LOADED or READY. The leader's CONNECTED has plan_endpoint."""
+    """The rank finished a phase: CONNECTED, LOADED or READY. The leader's CONNECTED has plan_endpoint; that
+    of a rank of a ring has what it measured towards the next one."""
 
     phase: Phase
     seconds: float = 0.0
     plan_endpoint: str = ""
+    link: NeighbourLink | None = None
     weights_bytes: int = 0
     detail: str = ""
     plan_digest: str = ""  # with LOADED: Placement.digest() of what was loaded
@@ -557,13 +569,15 @@ class Refused(Message, frozen=True):
 
 
 class StartEpoch(Message, frozen=True):
-    """Start one engine per rank of this host, after killing those of any other epoch. `address` is the
-    IPv4 of this host's data links: data ports and the leader's plan channel bind there."""
+    """Start one engine per rank of this host, after killing those of any other epoch. Data ports bind to
+    `address`, the IPv4 of this host's data links, and the leader's plan channel to `plan_address`, which all
+    hosts reach."""
 
     epoch: int
     ranks: tuple[int, ...]
     world_size: int
     address: str
+    plan_address: str
 
 
 class ReservePorts(Message, frozen=True):
@@ -654,6 +668,18 @@ PROXY_BEAT_S = 1.0
 ProxyRequest = Submit | Cancel | Embed | StatusQuery | ChangeNode | ResetPrefixes | ProxyReady | ProxyBeat
 
 
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The data link from a rank to the next one. Times and rates were measured when the epoch connected."""
+
+    peer: int  # rank
+    peer_address: str
+    interface: str = ""  # of this side; '' = not known, as behind a router
+    link_class: str = ""  # thunderbolt, ethernet, wifi, loopback; '' = not known
+    evidence: str = ""  # why it is of that class: the hardware port or the driver
+    rtt_ms: float | None = None
+    bandwidth_bytes_per_s: int | None = None
+
+
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One row of /v1/cluster/nodes."""
 
@@ -675,6 +701,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     chip: str = ""
     detail: str = ""
     prefix: PrefixCounters = PrefixCounters()
+    link: LinkStatus | None = None  # None: world size 1, or not connected yet
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -736,6 +763,7 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     lineup: str = ""  # how it falls short of its hostfile, like "serving with 2 of 3 hosts since ..."
     metrics: tuple[Metric, ...] = ()  # when they were asked for
     embedding: EmbeddingStatus | None = None
+    backend_reason: str = ""
 
 
 class StatusReply(Message, frozen=True):
@@ -827,6 +855,7 @@ class AgentStarted(Message, frozen=True):
 class PlanChosen(Message, frozen=True):
     placement: Placement
     backend: Backend
+    backend_reason: str = ""
 
 
 class RankProgress(Message, frozen=True):

@@ -6,7 +6,11 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from mlx_mesh.mesh.errors import BringUpError
+from mlx_mesh.mesh.interfaces import Interface
+from mlx_mesh.mesh.link_plan import PairLink, ring_links
 
 LOOPBACK = "127.0.0.1"
 
@@ -16,30 +20,50 @@ class HostLink:
     """What is known of one host's addresses."""
 
     host: str
-    planned: str  # from the hostfile; '' = none given
+    planned: str  # from the hostfile, or found by the launcher; '' = neither
     joined: str  # the one by which it talks to the coordinator; '' = in-process
     addresses: tuple[str, ...]  # its own IPv4 addresses, as it reports them
+    is_pinned: bool = False  # `planned` is the user's word
+    interfaces: tuple[Interface, ...] = ()
 
 
-def plan_addresses(hosts: Sequence[HostLink]) -> dict[str, str]:
-    """Host name -> IPv4 for data links; loopback when there is one host only.
+class AddressPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where hosts listen: for data, by host, and the leader for what all of them dial."""
+
+    data: dict[str, str] = {}
+    control: str = LOOPBACK
+    links: dict[str, PairLink] = {}  # by the host that listens: the link that was chosen
+
+
+def plan_addresses(
+    hosts: Sequence[HostLink], *, is_ring: bool = True, allow_wifi: bool = False
+) -> AddressPlan:
+    """Addresses of all hosts, in rank order: loopback when there is one host only; the user's; in a ring the
+    one on the best link that a host has in common with the host before it; else the one by which the host
+    is reached anyway.
 
     Raises BringUpError that names every host whose address cannot be used, and the fix.
     """
     if len(hosts) == 1 and not hosts[0].planned:
-        return {hosts[0].host: LOOPBACK}
-    plan: dict[str, str] = {}
+        return AddressPlan(data={hosts[0].host: LOOPBACK})
+    reached: dict[str, str] = {}
     errors: list[str] = []
     for link in hosts:
         try:
-            plan[link.host] = _address_of(link)
+            reached[link.host] = _address_of(link)
         except ValueError as error:
             errors.append(f"host {link.host}: {error}")
     if not errors:
-        errors = _mixed_loopback(plan)
+        errors = _mixed_loopback(reached)
     if errors:
         raise BringUpError("the data links have no usable address plan:\n  " + "\n  ".join(errors))
-    return plan
+    plan = AddressPlan(data=reached, control=reached[hosts[0].host])
+    if not is_ring or all(ipaddress.ip_address(address).is_loopback for address in reached.values()):
+        return plan
+    pinned = {link.host: reached[link.host] for link in hosts if link.is_pinned}
+    chosen = ring_links([(link.host, link.interfaces) for link in hosts], allow_wifi, pinned)
+    data = reached | {host: link.listens.address for host, link in chosen.items()}
+    return msgspec.structs.replace(plan, data=data, links=chosen)
 
 
 def _address_of(link: HostLink) -> str:

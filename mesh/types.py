@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from mlx_mesh.mesh.interfaces import Interface
+
 PROTOCOL_VERSION = 1
 
 
@@ -62,6 +64,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     usable_memory_bytes: int  # what engines of this host may use together
     addresses: tuple[str, ...]
     versions: Versions
+    interfaces: tuple[Interface, ...] = ()
     model_digest: str = ""  # hash over config and weight file names and sizes; '' = model not found
     model_error: str = ""  # why model_digest is empty, in words with the fix
     adapter_digest: str = ""  # hash over the adapter's files; '' = none was asked for, or there is none

@@ -313,7 +313,7 @@ class Agent:
             order.epoch,
             order.ranks,
             order.world_size,
-            order.address,
+            order.plan_address,
             self._deadlines.heartbeat_interval_s,
         )
 

@@ -26,6 +26,7 @@ from mlx_mesh.mesh.messages import (
     WarmUp,
 )
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
+from mlx_mesh.mesh.topology import AddressPlan
 from mlx_mesh.mesh.types import Backend, Phase, Placement
 from mlx_mesh.node.gathering import version_differences
 from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
@@ -41,7 +42,8 @@ class EpochPlan:
     epoch: int
     placement: Placement
     backend: Backend
-    addresses: dict[str, str]  # host -> IPv4 of its data links
+    rdma: tuple[tuple[str | None, ...], ...]  # a row for each rank; () = none
+    addresses: AddressPlan
     model: str
     max_sequences: int
     prefill_step_size: int
@@ -102,7 +104,8 @@ async def _spawn(control: Control, plan: EpochPlan) -> None:
                 epoch=plan.epoch,
                 ranks=seat.ranks,
                 world_size=control.roster.world_size,
-                address=plan.addresses[seat.host],
+                address=plan.addresses.data[seat.host],
+                plan_address=plan.addresses.control,
             ),
         )
     ranks = control.roster.ranks
@@ -143,7 +146,7 @@ async def _connect(control: Control, plan: EpochPlan) -> None:
                 backend=plan.backend,
                 addresses=addresses,
                 coordinator=coordinator,
-                rdma=_rdma(control.roster),
+                rdma=plan.rdma,
                 deadline_s=control.deadlines.connect_s,
             ),
         )
@@ -290,23 +293,3 @@ async def _barrier(
 
 def _host_verdict(seat: Seat, evidence: str) -> Verdict:
     return Verdict(None, seat.host, Phase.CONNECTING, evidence)
-
-
-def _rdma(roster: Roster) -> tuple[tuple[str | None, ...], ...]:
-    """A row per rank, a column per host that takes part."""
-    placed = [seat for seat in roster.seats if seat.ranks]
-    rows = tuple(
-        tuple(seat.plan.rdma[other.index] for other in placed)
-        if len(seat.plan.rdma) == len(roster.seats)
-        else seat.plan.rdma
-        for seat in placed
-        for _ in seat.ranks
-    )
-    return rows if any(rows) else ()
-
-
-def choose_backend(asked: Backend, world_size: int) -> Backend:
-    """The ring is what every MLX has; one rank has no data group."""
-    if world_size == 1:
-        return Backend.NONE
-    return Backend.RING if asked in (Backend.AUTO, Backend.NONE) else asked

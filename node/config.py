@@ -105,6 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     mesh.add_argument("--sharding", choices=["auto", "tensor", "pipeline"], default="auto")
     mesh.add_argument("--backend", choices=["auto", "ring", "jaccl", "jaccl-ring", "nccl"], default="auto")
+    mesh.add_argument(
+        "--allow-wifi", action="store_true", help="let data go over Wi-Fi where hosts have no cable in common"
+    )
     serve = parser.add_argument_group("serving (server rank only)")
     serve.add_argument("--host", default="127.0.0.1", help="address for HTTP (127.0.0.1)")
     serve.add_argument("--port", type=int, default=18000, help="port for HTTP (18000), 0 = a free one")
@@ -231,6 +234,7 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         mesh,
         sharding=Sharding(flags.sharding),
         backend=Backend(flags.backend),
+        allow_wifi=flags.allow_wifi,
         serve_host=flags.host,
         serve_port=flags.port,
         api_keys=_api_keys(flags.api_key_file, source),

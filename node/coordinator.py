@@ -42,16 +42,25 @@ from mlx_mesh.mesh.messages import (
     StopEngine,
     StopEpoch,
 )
+from mlx_mesh.mesh.rdma import BackendChoice
 from mlx_mesh.mesh.survivors import Serve, StayDown
+from mlx_mesh.mesh.topology import AddressPlan
 from mlx_mesh.mesh.types import Backend, Phase, Placement, Sharding
-from mlx_mesh.node.bring_up import EpochPlan, bring_up, choose_backend
+from mlx_mesh.node.bring_up import EpochPlan, bring_up
 from mlx_mesh.node.channel import CoordinatorChannel
 from mlx_mesh.node.children import Programs
 from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
 from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
 from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.front import Front
-from mlx_mesh.node.gathering import compare_hosts, place_model, plan_links, seat_names, who_is_missing
+from mlx_mesh.node.gathering import (
+    backend_of,
+    compare_hosts,
+    place_model,
+    plan_links,
+    seat_names,
+    who_is_missing,
+)
 from mlx_mesh.node.inspection import inspect_model
 from mlx_mesh.node.lineup import Lineup
 from mlx_mesh.node.logs import RankLogs
@@ -130,8 +139,8 @@ class Coordinator:
         self._is_hurried = False
         self._footprint: ModelFootprint | None = None
         self._placement: Placement | None = None
-        self._backend = Backend.AUTO
-        self._addresses: dict[str, str] = {}
+        self._backend = BackendChoice(backend=Backend.AUTO, reason="")
+        self._addresses = AddressPlan()
         self._next_cause = "start"
         self._was_ready = False
         self._num_restarts = 0
@@ -400,12 +409,13 @@ class Coordinator:
         if self._placement is None:
             self._set_placement(self._place(tuple(range(len(self.roster.seats)))))
         assert self._placement is not None
-        self._addresses = plan_links(self.roster)
+        self._addresses = plan_links(self.roster, self._backend.backend)
         is_pipeline = self._placement.sharding is Sharding.PIPELINE
         return EpochPlan(
             epoch=self.roster.epoch.number + 1,
             placement=self._placement,
-            backend=self._backend,
+            backend=self._backend.backend,
+            rdma=self._backend.devices,
             addresses=self._addresses,
             model=self._config.model,
             max_sequences=self.mesh.max_sequences,
@@ -424,8 +434,12 @@ class Coordinator:
 
     def _set_placement(self, placement: Placement) -> None:
         self._placement = placement
-        self._backend = choose_backend(self.mesh.backend, self.roster.world_size)
-        self._output.event(PlanChosen(placement=placement, backend=self._backend))
+        self._backend = backend_of(self.roster)
+        self._output.event(
+            PlanChosen(
+                placement=placement, backend=self._backend.backend, backend_reason=self._backend.reason
+            )
+        )
 
     def _context_length(self) -> int:
         own = self._footprint.context_length if self._footprint is not None else 0
@@ -658,7 +672,8 @@ class Coordinator:
             model=self._model_id(),
             world_size=self.roster.world_size,
             sharding=self._placement.sharding if self._placement else self.mesh.sharding,
-            backend=self._backend,
+            backend=self._backend.backend,
+            backend_reason=self._backend.reason,
             epoch=epoch.number,
             epoch_cause=epoch.cause,
             ready=self._desk.is_ready,

@@ -73,7 +73,12 @@ class Engines:
         return tuple(rank for rank, engine in self._engines.items() if is_stopped(engine.child.pid))
 
     async def start(
-        self, epoch: int, ranks: Sequence[int], world_size: int, address: str, heartbeat_interval_s: float
+        self,
+        epoch: int,
+        ranks: Sequence[int],
+        world_size: int,
+        plan_address: str,
+        heartbeat_interval_s: float,
     ) -> None:
         """One engine per rank; those of any other epoch must have been stopped. A program that cannot be
         started is reported as an exit."""
@@ -86,7 +91,7 @@ class Engines:
                 world_size=world_size,
                 host=self._host,
                 secret=self._secret,
-                plan_address=address,
+                plan_address=plan_address,
                 heartbeat_interval_s=heartbeat_interval_s,
             )
             await self._start_one(config)

@@ -27,6 +27,7 @@ from mlx_mesh.mesh.types import HostFacts, Versions
 from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.hub import locate, parse_hub_id
 from mlx_mesh.node.hub_folder import read_record
+from mlx_mesh.node.interfaces import own_interfaces
 from mlx_mesh.node.tokenizer_files import tokenizer_problem
 
 EMBEDDER_BYTES = 256 * 1024 * 1024
@@ -55,6 +56,7 @@ def gather_facts(model: str, adapter: str = "", embedding: str = "") -> HostFact
         memory_bytes=memory,
         usable_memory_bytes=usable,
         addresses=own_addresses(),
+        interfaces=own_interfaces(),
         versions=installed_versions(),
         model_digest=digest,
         model_error=error,

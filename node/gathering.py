@@ -11,10 +11,12 @@ import msgspec
 
 from mlx_mesh.mesh.errors import PlacementError, PreflightError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.interfaces import Interface
 from mlx_mesh.mesh.messages import Join
 from mlx_mesh.mesh.placement import HostCapacity, PlacementRequest, plan_placement
-from mlx_mesh.mesh.topology import HostLink, plan_addresses
-from mlx_mesh.mesh.types import Placement, Sharding, Versions
+from mlx_mesh.mesh.rdma import BackendChoice, choose_backend
+from mlx_mesh.mesh.topology import AddressPlan, HostLink, plan_addresses
+from mlx_mesh.mesh.types import Backend, Placement, Sharding, Versions
 from mlx_mesh.node.roster import Roster, Seat
 
 _NUM_REFUSALS = 3
@@ -169,8 +171,43 @@ def place_model(roster: Roster, footprint: ModelFootprint, chosen: Sequence[int]
         return msgspec.structs.replace(placement, reasons=(*placement.reasons, why))
 
 
-def plan_links(roster: Roster) -> dict[str, str]:
-    """Host -> IPv4 of its data links. Raises BringUpError."""
+def backend_of(roster: Roster) -> BackendChoice:
+    """What the ranks talk over. The ring is what every MLX has; one rank has no data group."""
+    asked = roster.mesh.backend
+    if roster.world_size == 1:
+        return BackendChoice(backend=Backend.NONE, reason="one rank")
+    told = _rdma_of_hostfile(roster)
+    if asked in (Backend.AUTO, Backend.NONE):
+        if len(list(roster.placed())) < roster.world_size:
+            return BackendChoice(backend=Backend.RING, reason="a host has several ranks")
+        return choose_backend(_interfaces(roster))
+    if told or asked not in (Backend.JACCL, Backend.JACCL_RING):
+        return BackendChoice(backend=asked, reason="as asked", devices=told)
+    found = choose_backend(_interfaces(roster))
+    if not found.devices or (asked is Backend.JACCL and found.backend is not asked):
+        raise PreflightError(f"backend {asked} cannot be had: {found.reason}. Use `backend: ring`.")
+    return BackendChoice(backend=asked, reason="as asked", devices=found.devices)
+
+
+def _interfaces(roster: Roster) -> list[tuple[str, tuple[Interface, ...]]]:
+    return [(seat.host, member.join.facts.interfaces) for seat, member in roster.placed()]
+
+
+def _rdma_of_hostfile(roster: Roster) -> tuple[tuple[str | None, ...], ...]:
+    """A row per rank, a column per host that takes part."""
+    placed = [seat for seat in roster.seats if seat.ranks]
+    rows = tuple(
+        tuple(seat.plan.rdma[other.index] for other in placed)
+        if len(seat.plan.rdma) == len(roster.seats)
+        else seat.plan.rdma
+        for seat in placed
+        for _ in seat.ranks
+    )
+    return rows if any(rows) else ()
+
+
+def plan_links(roster: Roster, backend: Backend) -> AddressPlan:
+    """Where the hosts that have ranks listen. Raises BringUpError."""
     return plan_addresses(
         [
             HostLink(
@@ -178,7 +215,12 @@ def plan_links(roster: Roster) -> dict[str, str]:
                 planned=seat.plan.address,
                 joined=member.join.address,
                 addresses=member.join.facts.addresses,
+                is_pinned=seat.plan.is_pinned,
+                interfaces=member.join.facts.interfaces,
             )
             for seat, member in roster.placed()
-        ]
+        ],
+        # Only a ring goes from neighbour to neighbour; other backends have one meeting point for all.
+        is_ring=backend is Backend.RING,
+        allow_wifi=roster.mesh.allow_wifi,
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from mlx_mesh.mesh.messages import RankStatus
 from mlx_mesh.mesh.prefix_settings import PrefixCounters
+from mlx_mesh.mesh.interfaces import LinkClass
+from mlx_mesh.mesh.messages import LinkStatus, RankStatus
+from mlx_mesh.mesh.topology import AddressPlan
 from mlx_mesh.mesh.types import Phase, Placement, Shard, Sharding
 from mlx_mesh.node.roster import RankRecord, Roster, Seat
 
 
 def rank_rows(
-    roster: Roster, placement: Placement | None, addresses: dict[str, str], epoch: int, now: float
+    roster: Roster, placement: Placement | None, addresses: AddressPlan, epoch: int, now: float
 ) -> tuple[RankStatus, ...]:
     """One row per rank. What no heartbeat has told yet is 0 or None, never a guess."""
     return tuple(
@@ -23,7 +25,7 @@ def _row(
     seat: Seat,
     roster: Roster,
     placement: Placement | None,
-    addresses: dict[str, str],
+    addresses: AddressPlan,
     epoch: int,
     now: float,
 ) -> RankStatus:
@@ -34,7 +36,7 @@ def _row(
         rank=record.rank,
         user_rank=_user_rank(record.rank, seat, roster),
         host=seat.host,
-        address=addresses.get(seat.host, member.join.address if member else ""),
+        address=addresses.data.get(seat.host, member.join.address if member else ""),
         agent_pid=member.join.agent_pid if member else 0,
         engine_pid=record.pid if record.exit is None else 0,
         epoch=epoch,
@@ -49,6 +51,27 @@ def _row(
         chip=member.join.facts.chip if member else "",
         detail=_detail(record, seat),
         prefix=beat.prefix if beat else PrefixCounters(),
+        link=_link(record, roster, addresses),
+    )
+
+
+def _link(record: RankRecord, roster: Roster, addresses: AddressPlan) -> LinkStatus | None:
+    """From this rank to the next one, when it is connected."""
+    connected = record.reached.get(Phase.CONNECTED)
+    measured = connected.link if connected else None
+    if measured is None:
+        return None
+    peer_host = roster.host_of(measured.peer)
+    is_local = peer_host == roster.host_of(record.rank)
+    chosen = None if is_local else addresses.links.get(peer_host)
+    return LinkStatus(
+        peer=measured.peer,
+        peer_address=addresses.data.get(peer_host, ""),
+        interface=chosen.dials.interface if chosen else "",
+        link_class=LinkClass.LOOPBACK if is_local else chosen.link_class if chosen else "",
+        evidence=chosen.dials.evidence if chosen else "",
+        rtt_ms=round(measured.rtt_ns / 1e6, 3),
+        bandwidth_bytes_per_s=measured.bandwidth,
     )
 
 

@@ -6,11 +6,9 @@ of this process runs meanwhile. The agent's deadline ends it; a watchdog in C is
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,11 +18,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mesh.mesh.messages import Connect
+from mlx_mesh.mesh.messages import Connect, NeighbourLink
 from mlx_mesh.mesh.types import Backend
+from mlx_mesh.node.engine.binding import check_bindable
 from mlx_mesh.node.engine.exchanges import CollectiveExchange, DataExchange, RingExchange, SoloExchange
 from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.neighbours import hung_up, ring_links
+from mlx_mesh.node.engine.ring_probe import probe_ring
 
 CHECK_S = 10.0
 """The checked collective takes milliseconds; after this a stranger sits at the other end of a connection."""
@@ -49,6 +49,7 @@ class DataGroup:
     backend: Backend
     exchange: DataExchange
     has_neighbour_sends: bool  # False: a transfer takes part of all ranks, so at most two of them
+    measured: NeighbourLink | None = None  # of a ring: what was found towards the next rank
     links: dict[int, int] = field(default_factory=dict)  # the ring's, see neighbours.ring_links
 
     def hung_up(self) -> tuple[int, ...]:
@@ -73,9 +74,11 @@ def form_group(connect: Connect, on_stuck: Callable[[str], None]) -> DataGroup:
             f"This MLX build cannot use the backend {connect.backend.value!r} on this host. "
             "Set `backend: ring`, which every build has.",
         )
+    measured = None
     if name == "ring":
         for address in connect.addresses[connect.rank]:
             check_bindable(address)
+        measured = probe_ring(connect)
     with group_environment(connect), _watchdog(connect.deadline_s + INIT_GRACE_S):
         try:
             group = mx.distributed.init(strict=True, backend=name)
@@ -91,37 +94,11 @@ def form_group(connect: Connect, on_stuck: Callable[[str], None]) -> DataGroup:
         exchange,
         has_neighbour_sends=name == "ring",
         links=ring_links(connect.addresses, connect.rank) if name == "ring" else {},
+        measured=measured,
     )
 
 
 # ---------------------------------------------------------------- before init
-
-
-def check_bindable(address: str) -> None:
-    """Bind "ip:port" for a moment without sharing it, since MLX's ring would share it silently.
-
-    Raises EngineError(bind) in words."""
-    host, _, port = address.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, int(port)))
-        except OSError as error:
-            raise EngineError("bind", bind_message(host, port, error)) from error
-
-
-def bind_message(host: str, port: str, error: OSError) -> str:
-    """A failed bind in words."""
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"This host does not have the address {host}. Correct `addresses` in the hostfile, "
-            "or bring up the interface that should have it."
-        )
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"Port {port} on {host} is taken by another process, maybe a rank of an older run: "
-            f"`lsof -i :{port}` shows it."
-        )
-    return f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}."
 
 
 def environment_for(connect: Connect, file_of: Callable[[Any], str]) -> dict[str, str]:

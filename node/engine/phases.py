@@ -70,9 +70,9 @@ def connect(config: EngineConfig, commands: Commands, reporter: Reporter, on_fat
     channels = Channels(form_group(command, lambda message: on_fatal(EngineError("stray_peer", message))))
     if config.world_size > 1 and config.rank == 0:
         channels.plans = publisher = PlanPublisher(config, lambda rank: on_fatal(lost_engine(rank)))
-        reporter.reached(Phase.CONNECTED, plan_endpoint=publisher.endpoint)
+        reporter.reached(Phase.CONNECTED, plan_endpoint=publisher.endpoint, link=channels.group.measured)
     else:
-        reporter.reached(Phase.CONNECTED)
+        reporter.reached(Phase.CONNECTED, link=channels.group.measured)
     return channels
 
 

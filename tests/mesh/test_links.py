@@ -125,6 +125,35 @@ def test_self_assigned_addresses_count_on_a_cable_and_not_on_a_switch(macs: Modu
     assert ring_links(on_switch, allow_wifi=False) == {}
 
 
+def test_self_assigned_addresses_on_two_ports_lead_nowhere(macs: ModuleType, seen: Seen) -> None:
+    cables = [((1, 1), (2, 1)), ((1, 2), (2, 2))]
+    hosts = [
+        (
+            f"mac{mac.number}",
+            seen(
+                replace(
+                    mac,
+                    thunderbolt={
+                        "en2": (f"169.254.1.{mac.number}/16",),
+                        "en3": (f"169.254.2.{mac.number}/16",),
+                    },
+                )
+            ),
+        )
+        for mac in macs.mesh_of(macs.Mac(), 2, cables)
+    ]
+    assert ring_links(hosts, allow_wifi=False)["mac2"].link_class is LinkClass.ETHERNET
+
+
+def test_the_users_address_is_kept_whatever_else_there_is(macs: ModuleType, seen: Seen) -> None:
+    one, other = (("mac" + str(mac.number), seen(mac)) for mac in pair_on_cable(macs))
+    links = ring_links([one, other], allow_wifi=False, pinned={"mac2": "192.168.1.2"})
+    assert (
+        links["mac2"].link_class is LinkClass.ETHERNET and links["mac1"].link_class is LinkClass.THUNDERBOLT
+    )
+    assert "mac2" not in ring_links([one, other], allow_wifi=False, pinned={"mac2": "172.16.0.9"})
+
+
 def test_ports_whose_cables_lead_elsewhere_do_not_meet(macs: ModuleType, seen: Seen) -> None:
     """Same subnet on both, but the cable of mac1's port ends at mac3."""
     cables = [((1, 1), (3, 1)), ((1, 2), (2, 2))]

@@ -15,17 +15,17 @@ def link(host: str, planned: str = "", joined: str = "", addresses: tuple[str, .
 
 
 def test_one_host_uses_loopback() -> None:
-    assert plan_addresses([link("mac1", joined="192.168.1.5")]) == {"mac1": "127.0.0.1"}
+    assert plan_addresses([link("mac1", joined="192.168.1.5")]).data == {"mac1": "127.0.0.1"}
 
 
 def test_the_hostfile_wins_over_the_address_of_the_join() -> None:
     plan = plan_addresses([link("a", "10.0.0.1", "192.168.1.5"), link("b", "", "192.168.1.5")])
-    assert plan == {"a": "10.0.0.1", "b": "192.168.1.5"}
+    assert plan.data == {"a": "10.0.0.1", "b": "192.168.1.5"} and plan.control == "10.0.0.1"
 
 
 def test_two_agents_on_one_machine_may_meet_on_loopback() -> None:
     plan = plan_addresses([link("a", joined="127.0.0.1"), link("b", joined="127.0.0.1")])
-    assert plan == {"a": "127.0.0.1", "b": "127.0.0.1"}
+    assert plan.data == {"a": "127.0.0.1", "b": "127.0.0.1"}
 
 
 @pytest.mark.parametrize(

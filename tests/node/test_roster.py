@@ -19,6 +19,7 @@ from mlx_mesh.mesh.messages import (
     Progress,
     RankExited,
 )
+from mlx_mesh.mesh.topology import AddressPlan
 from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts, Phase, Versions
 from mlx_mesh.node.gathering import mismatch
 from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
@@ -210,7 +211,7 @@ def test_a_row_shows_heartbeats_and_both_rank_numbers() -> None:
     books = roster(server_rank=1)
     books.seats[0].member = Member(peer=b"p", join=join("mac1"), beat_at=0.0)
     books.ranks[0].take(BEAT, 1.0)
-    rows = rank_rows(books, None, {"mac1": "10.0.0.1"}, epoch=3, now=1.5)
+    rows = rank_rows(books, None, AddressPlan(data={"mac1": "10.0.0.1"}), epoch=3, now=1.5)
     assert [(row.rank, row.user_rank) for row in rows] == [(0, 1), (1, 0)]
     assert (rows[0].step, rows[0].last_heartbeat_s, rows[0].address) == (4, 0.5, "10.0.0.1")
     assert rows[1].last_heartbeat_s is None and rows[1].detail == "waiting for its agent"
@@ -220,5 +221,5 @@ def test_a_failed_rank_says_so_whatever_it_reached() -> None:
     books = roster()
     books.ranks[0].take(BEAT, 1.0)
     books.ranks[0].take(EngineFailed(phase=Phase.READY, kind="memory", message="no memory"), 2.0)
-    row = rank_rows(books, None, {}, epoch=1, now=3.0)[0]
+    row = rank_rows(books, None, AddressPlan(), epoch=1, now=3.0)[0]
     assert row.phase is Phase.FAILED

@@ -14,10 +14,10 @@ import pytest
 
 from mlx_mesh.mesh.messages import Connect
 from mlx_mesh.mesh.types import Backend
+from mlx_mesh.node.engine.binding import check_bindable
 from mlx_mesh.node.engine.exchanges import SoloExchange
 from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.group import (
-    check_bindable,
     check_codes,
     check_identity,
     environment_for,
