@@ -15,7 +15,7 @@ from typing import TextIO, cast
 import msgspec
 
 from mlx_mesh import __version__
-from mlx_mesh.launcher import bench_command, mcp_server, plan_command, verify_command
+from mlx_mesh.launcher import bench_command, doctor_command, mcp_server, plan_command, verify_command
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.chat import HELP, Chat, ChatSettings, ask_once, converse, piped_question
 from mlx_mesh.launcher.config import (
@@ -36,6 +36,7 @@ from mlx_mesh.launcher.status import status_lines
 from mlx_mesh.launcher.text import harmless
 from mlx_mesh.launcher.up import dry_run, up
 from mlx_mesh.mesh import prefix_settings
+from mlx_mesh.mesh.doctor import exit_status
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.foreign_flags import refuse_foreign
 from mlx_mesh.mesh.hostfile_words import MPI_REASON
@@ -327,20 +328,34 @@ def _bench(arguments: Arguments) -> int:
     return ExitCode.FAILED if found.faults else ExitCode.OK
 
 
+def _doctor(arguments: Arguments) -> int:
+    config = _chosen_config(arguments)
+    findings = doctor_command.diagnose(config)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(findings), indent=1).decode())
+    else:
+        for line in doctor_command.lines(findings, arguments.verbose):
+            print(line)
+    return exit_status(findings)
+
+
 def _chosen_config(arguments: Arguments) -> LaunchConfig:
     """Of a hostfile, or of ranks on this machine."""
-    if arguments.hostfile is not None and arguments.sim is not None:
+    num_ranks = getattr(arguments, "sim", None)
+    if arguments.hostfile is not None and num_ranks is not None:
         raise SettingsError("Give a hostfile or --sim N, not both.")
     if arguments.hostfile is not None:
         hostfile = read_hostfile(arguments.hostfile)
     else:
-        hostfile = local_hostfile(2 if arguments.sim is None else arguments.sim, "sim")
+        hostfile = local_hostfile(2 if num_ranks is None else num_ranks, "sim")
     flags = Flags(
         model=arguments.model,
         adapter=getattr(arguments, "adapter_path", None),
         sharding=getattr(arguments, "sharding", None),
         kv_bits=getattr(arguments, "kv_bits", None),
         kv_group_size=getattr(arguments, "kv_group_size", None),
+        backend=getattr(arguments, "backend", None),
+        port=getattr(arguments, "port", None),
         ssh_config=arguments.ssh_config,
         host="127.0.0.1",
     )
@@ -424,6 +439,15 @@ def build_parser() -> argparse.ArgumentParser:
         made.add_argument("--sim", type=int, metavar="N", help="N ranks on this machine")
         made.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
         made.add_argument("--json", action="store_true", help="machine-readable")
+
+    doctor = command("doctor", _doctor, "Say what is wrong with hosts, and what to do; changes nothing.")
+    doctor.add_argument("hostfile", nargs="?", help="default: this machine")
+    doctor.add_argument("--model", help="default: the hostfile's")
+    doctor.add_argument("--backend", type=_backend, help="what the hosts are wanted for (default: auto)")
+    doctor.add_argument("--port", type=int, help="that the leader is to serve on")
+    doctor.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
+    doctor.add_argument("--verbose", action="store_true", help="also what is right")
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
 
     down = command("down", _down, "Stop a mesh.")
     status = command("status", _status, "Show a running mesh and its ranks.")

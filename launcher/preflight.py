@@ -164,7 +164,7 @@ def probe_host(entry: HostEntry, config: LaunchConfig) -> _Probed:
     remote = open_host(entry, config.ssh_config)
     try:
         python = python_of(entry)
-        answer = _ask(remote, python, entry, config)
+        answer = ask_host(remote, python, entry, config)
         facts = read_answer(answer, entry.name, python, config.model)
         reached_at = ""
         if isinstance(remote, SshHost):
@@ -177,7 +177,8 @@ def probe_host(entry: HostEntry, config: LaunchConfig) -> _Probed:
         raise
 
 
-def _ask(remote: RemoteHost, python: str, entry: HostEntry, config: LaunchConfig) -> dict[str, Any]:
+def ask_host(remote: RemoteHost, python: str, entry: HostEntry, config: LaunchConfig) -> dict[str, Any]:
+    """The answer of the facts probe on a host that was reached. Raises HostFault."""
     embedding = config.embedding_model if entry is config.hosts[0] else ""  # the leader's business only
     request = {
         "min_python": MIN_PYTHON,

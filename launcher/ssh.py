@@ -84,6 +84,12 @@ class SshHost:
             raise
 
     @property
+    def host_key(self) -> str:
+        """Its public key, as known_hosts writes it."""
+        key = self._transport.get_remote_server_key()
+        return f"{key.get_name()} {key.get_base64()}"
+
+    @property
     def lost(self) -> str:
         """Why the connection is gone; '' while it is there."""
         if self._pinger.verdict:

@@ -13,7 +13,6 @@ import json
 import platform
 import re
 import socket
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -23,17 +22,18 @@ import msgspec
 
 from mlx_mesh.mesh.capacity import mac_usable_bytes
 from mlx_mesh.mesh.errors import PreflightError, SettingsError
+from mlx_mesh.mesh.macos import parse_key_values
 from mlx_mesh.mesh.types import HostFacts, Versions
 from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.hub import locate, parse_hub_id
 from mlx_mesh.node.hub_folder import read_record
 from mlx_mesh.node.interfaces import own_interfaces
+from mlx_mesh.node.system import ask, is_mac
 from mlx_mesh.node.tokenizer_files import tokenizer_problem
 
 EMBEDDER_BYTES = 256 * 1024 * 1024
 """What an embedder needs beside its weights: one batch, and MLX itself."""
 
-_SYSCTL_S = 5.0
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
 
 
@@ -50,8 +50,8 @@ def gather_facts(model: str, adapter: str = "", embedding: str = "") -> HostFact
     chip, memory, usable = _hardware()
     return HostFacts(
         hostname=socket.gethostname(),
-        system=platform.system(),
-        machine=platform.machine(),
+        system="Darwin" if is_mac() else platform.system(),
+        machine=(ask(["uname", "-m"]).strip() if is_mac() else "") or platform.machine(),
         chip=chip,
         memory_bytes=memory,
         usable_memory_bytes=usable,
@@ -186,8 +186,9 @@ def digest_model(folder: Path) -> str:
 
 def _hardware() -> tuple[str, int, int]:
     """Chip, bytes of memory, and bytes that engines may use."""
-    if platform.system() == "Darwin":
-        values = parse_sysctl(_sysctl())
+    if is_mac():
+        # An unknown key makes sysctl exit with 1 and still print the others.
+        values = parse_key_values(ask(["sysctl", *_SYSCTL_KEYS], whatever_status=True))
         memory = int(values.get("hw.memsize", "0"))
         usable = mac_usable_bytes(memory, int(values.get("iogpu.wired_limit_mb", "0")))
         return values.get("machdep.cpu.brand_string", ""), memory, usable
@@ -202,27 +203,6 @@ def _read(path: str) -> str:
     with contextlib.suppress(OSError):
         return Path(path).read_text()
     return ""
-
-
-def _sysctl() -> str:
-    try:
-        # An unknown key makes sysctl exit with 1 and still print the others.
-        done = subprocess.run(
-            ["/usr/sbin/sysctl", *_SYSCTL_KEYS],
-            capture_output=True,
-            text=True,
-            timeout=_SYSCTL_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
-
-
-def parse_sysctl(output: str) -> dict[str, str]:
-    """`key: value` lines."""
-    pairs = (line.partition(": ") for line in output.splitlines())
-    return {key: value.strip() for key, separator, value in pairs if separator}
 
 
 def parse_meminfo(text: str) -> tuple[int, int]:

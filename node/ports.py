@@ -84,6 +84,13 @@ def _answers(family: int, address: Sequence[object]) -> bool:
     return True
 
 
+def port_holder(port: int) -> str:
+    """Who listens on a port of this host, in words as far as the system tells; '' = nobody, or port 0."""
+    if not port or not _answers(socket.AF_INET, ("127.0.0.1", port)):
+        return ""
+    return (_holder_linux(port) if sys.platform == "linux" else _holder_lsof(port)) or "another program"
+
+
 def reserve_data_ports(address: str, ranks: Sequence[int], num_per_rank: int) -> dict[int, tuple[str, ...]]:
     """For each rank `num_per_rank` "ip:port"s that nobody uses, bound exclusively for a moment to prove it.
 

@@ -170,6 +170,20 @@ def _end_leftovers(path: Path) -> list[str]:
     return notes
 
 
+def leftovers_of(root: Path) -> Iterator[str]:
+    """In words, engines and front ends whose agent is gone, of all meshes with state under `root`."""
+    for path in sorted(root.glob("*/agent-*.json")):
+        record = _read(path)
+        if record is None or is_alive(record.agent):
+            continue
+        left = {f"rank {rank}": process for rank, process in record.engines.items()}
+        if record.proxy is not None:
+            left["the front end"] = record.proxy
+        for what, process in left.items():
+            if is_alive(process):
+                yield f"{what} of mesh {record.mesh} (pid {process.pid})"
+
+
 def _read(path: Path) -> RunRecord | None:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)

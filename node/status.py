@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mlx_mesh.mesh.prefix_settings import PrefixCounters
 from mlx_mesh.mesh.interfaces import LinkClass
 from mlx_mesh.mesh.messages import LinkStatus, RankStatus
+from mlx_mesh.mesh.prefix_settings import PrefixCounters
 from mlx_mesh.mesh.topology import AddressPlan
 from mlx_mesh.mesh.types import Phase, Placement, Shard, Sharding
 from mlx_mesh.node.roster import RankRecord, Roster, Seat

@@ -15,15 +15,7 @@ from mlx_mesh.mesh.types import HostFacts
 from mlx_mesh.node import facts
 
 GIB = 1024**3
-SYSCTL = "hw.memsize: 68719476736\nmachdep.cpu.brand_string: Apple M4 Max\niogpu.wired_limit_mb: 0\n"
 MEMINFO = "MemTotal:       24684096 kB\nMemFree:         1000000 kB\nMemAvailable:   20000000 kB\n"
-
-
-def test_sysctl_lines_become_a_table() -> None:
-    assert facts.parse_sysctl(SYSCTL)["machdep.cpu.brand_string"] == "Apple M4 Max"
-    assert facts.parse_sysctl("sysctl: unknown oid 'iogpu.wired_limit_mb'\n") == {
-        "sysctl": "unknown oid 'iogpu.wired_limit_mb'"
-    }
 
 
 @pytest.mark.parametrize(
