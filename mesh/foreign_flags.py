@@ -32,8 +32,6 @@ FOREIGN: dict[str, str] = {
     "--no-retain-mx-cache": "There is no such switch here: what MLX's allocator keeps is left to it.",
     "--lazy-load": _LOADING,
     "--no-lazy-load": _LOADING,
-    "--prompt-cache-dir": "Kept prefixes stay in memory; --prefix-cache-bytes bounds them.",
-    "--system-cache-max-tokens": "Prefixes of any length are kept, within --prefix-cache-bytes.",
     "--prefix-cache-headroom": "Prefixes of any length are kept, within --prefix-cache-bytes.",
     "--kv-cache-max-tokens": "The longest sequence is --context (or --max-kv-size).",
     "--kv-cache-keep": "Nothing of a sequence is dropped; it ends at --context.",

@@ -164,6 +164,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_prefix_cache: bool = False  # begin with no kept prefix, and keep none
     reset_prefix: bool = False  # begin with no kept prefix, and keep this one
     cache_points: tuple[int, ...] = ()  # lengths of prefixes of the prompt that others are likely to share
+    system_tokens: int = 0  # of these, the one that ends behind the system message; 0 = there is none
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,8 +205,15 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens, entry): keep the cache as it is there, too
 
 
+class Save(msgspec.Struct, frozen=True, kw_only=True):
+    """Keep the cache of these tokens, with which `entry` begins, in a file, too."""
+
+    entry: int
+    tokens: tuple[int, ...]
+
+
 class StepPlan(Message, frozen=True):
-    """What all ranks do at step `step` of `epoch`: cancel, then admit, then evict, then one generator step.
+    """What all ranks do at step `step` of `epoch`: cancel, admit, save, evict, then one generator step.
     `stop`: drain and leave the loop instead."""
 
     epoch: int
@@ -213,6 +221,7 @@ class StepPlan(Message, frozen=True):
     cancel: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()  # of `cancel`: rows that make room; their caches are not kept
     admit: tuple[Admission, ...] = ()
+    save: tuple[Save, ...] = ()
     evict: tuple[int, ...] = ()  # entries of the prefix cache
     stop: bool = False
 
@@ -277,7 +286,11 @@ class Load(Message, frozen=True):
 
 
 class WarmUp(Message, frozen=True):
-    """Check every cut with three shapes, run one token through all ranks, then report READY."""
+    """Check every cut with three shapes, run one token through all ranks, then report READY. `prefixes`: the
+    keys of files that all ranks have read, most recently used first; they are entries 1, 2, ... from the last
+    one on."""
+
+    prefixes: tuple[str, ...] = ()
 
 
 class Submit(Message, frozen=True):
@@ -336,6 +349,7 @@ class PhaseReached(Message, frozen=True):
     weights_bytes: int = 0
     detail: str = ""
     plan_digest: str = ""  # with LOADED: Placement.digest() of what was loaded
+    prefixes: tuple[str, ...] = ()  # with LOADED: keys of kept prefixes that were read from files
 
 
 class Progress(Message, frozen=True):

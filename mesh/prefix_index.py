@@ -92,6 +92,15 @@ class PrefixIndex:
             (common_length(e.tokens, prompt) for e in self._entries.values() if e.salt == salt), default=0
         )
 
+    def stored_with(self, tokens: Sequence[int], salt: str = "") -> int | None:
+        """A stored entry whose cache is that of these tokens, or can be cut back to it."""
+        wanted = packed(tokens)
+        for number, entry in self._entries.items():
+            has_it = not entry.is_row and entry.salt == salt and entry.tokens.startswith(wanted)
+            if has_it and (entry.can_cut or len(entry.tokens) == len(wanted)):
+                return number
+        return None
+
     def use(self, entry: int) -> None:
         """It is the most recently used one now."""
         self._entries[entry] = self._entries.pop(entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import msgspec
 
@@ -10,15 +11,22 @@ from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.hostfile_fields import parse_memory
 from mlx_mesh.mesh.kv_budget import KvBudget
 
+MAX_PATH_BYTES = 1024
+
 UNKNOWN_LIMIT_BYTES = 1024**3
 """Of a rank whose memory has no known limit."""
 
 
 class PrefixSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_bytes`: of all entries on one rank; 0 = half of what its memory leaves for keys and values."""
+    """`max_bytes`: of all entries on one rank; 0 = half of what its memory leaves for keys and values.
+    `folder`: for files of system prompts on each host, '' = there are none; of prompts of up to
+    `max_system_tokens` tokens, 0 = any; `max_disk_bytes` of each rank."""
 
     is_enabled: bool = True
     max_bytes: int = 0
+    folder: str = ""
+    max_system_tokens: int = 2048
+    max_disk_bytes: int = 2 * 1024**3
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:
@@ -45,6 +53,23 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
         metavar="SIZE",
         help="the most for that on each rank, like 2GB; 0 = off (default half of what is left for KV)",
     )
+    parser.add_argument(
+        "--prompt-cache-dir",
+        metavar="DIR",
+        help="folder on each host for what system prompts compute, which then outlives a restart",
+    )
+    parser.add_argument(
+        "--system-cache-max-tokens",
+        type=int,
+        default=PrefixSettings().max_system_tokens,
+        metavar="N",
+        help="longer system prompts are not kept there; 0 = no limit (default %(default)s)",
+    )
+    parser.add_argument(
+        "--system-cache-bytes",
+        metavar="SIZE",
+        help="the most for each rank there (default 2GiB); the least recently used go first",
+    )
 
 
 def read_flags(flags: argparse.Namespace) -> PrefixSettings:
@@ -52,15 +77,39 @@ def read_flags(flags: argparse.Namespace) -> PrefixSettings:
     word = str(flags.enable_prefix_caching).lower()
     if word not in ("true", "false"):
         raise SettingsError(f"--enable-prefix-caching {flags.enable_prefix_caching}: give true or false.")
-    given = flags.prefix_cache_bytes
-    if given is None:
-        return PrefixSettings(is_enabled=word == "true")
+    if flags.system_cache_max_tokens < 0:
+        raise SettingsError(
+            f"--system-cache-max-tokens {flags.system_cache_max_tokens}: give 0 (no limit) or more."
+        )
+    is_enabled, max_bytes = word == "true", 0
+    if flags.prefix_cache_bytes is not None:
+        max_bytes = _size("--prefix-cache-bytes", flags.prefix_cache_bytes)
+        is_enabled = is_enabled and max_bytes > 0
+    settings = PrefixSettings(is_enabled=is_enabled, max_bytes=max_bytes)
+    if flags.prompt_cache_dir is None:
+        return settings
+    return msgspec.structs.replace(
+        settings,
+        folder=_folder(flags.prompt_cache_dir),
+        max_system_tokens=flags.system_cache_max_tokens,
+        max_disk_bytes=settings.max_disk_bytes
+        if flags.system_cache_bytes is None
+        else _size("--system-cache-bytes", flags.system_cache_bytes),
+    )
+
+
+def _size(flag: str, given: str) -> int:
     size = int(given) if given.isascii() and given.isdecimal() else parse_memory(given)
     if isinstance(size, str) or size >= 1 << 63:
-        raise SettingsError(
-            f"--prefix-cache-bytes {given!r} is no size: a number of bytes, or like 500MB, 2GB or 2GiB."
-        )
-    return PrefixSettings(is_enabled=word == "true" and size > 0, max_bytes=size)
+        raise SettingsError(f"{flag} {given!r} is no size: a number of bytes, or like 500MB, 2GB or 2GiB.")
+    return size
+
+
+def _folder(given: str) -> str:
+    """A relative path is one on this machine; `~` is each host's own home."""
+    if not given.strip() or "\0" in given or len(given.encode()) > MAX_PATH_BYTES:
+        raise SettingsError(f"--prompt-cache-dir {given[:40]!r} cannot be the path of a folder.")
+    return given if given.startswith(("/", "~")) else str(Path(given).resolve())
 
 
 class PrefixCounters(msgspec.Struct, frozen=True, kw_only=True):

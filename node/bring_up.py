@@ -246,8 +246,9 @@ def _compare_plans(roster: Roster, placement: Placement) -> None:
 async def _warm_up(control: Control, plan: EpochPlan) -> None:
     """Every cut is checked and one token goes through all ranks."""
     control.enter(Phase.WARMING)
+    prefixes = common_prefixes(control.roster)
     for record in control.roster.ranks:
-        control.command(record.rank, WarmUp())
+        control.command(record.rank, WarmUp(prefixes=prefixes))
     await _barrier(
         control,
         plan,
@@ -257,6 +258,12 @@ async def _warm_up(control: Control, plan: EpochPlan) -> None:
         control.deadlines.warmup_s,
         Phase.WARMING,
     )
+
+
+def common_prefixes(roster: Roster) -> tuple[str, ...]:
+    """Keys of the prefixes that every rank has read whole from its own files, in the leader's order."""
+    by_rank = [record.reached[Phase.LOADED].prefixes for record in roster.ranks]
+    return tuple(key for key in by_rank[0] if all(key in keys for keys in by_rank))
 
 
 # ---------------------------------------------------------------- what they share

@@ -58,6 +58,7 @@ class EncodedChat:
     ids: tuple[int, ...]
     region: Region
     shared_lengths: tuple[int, ...] = ()  # tokens that other prompts are likely to begin with, too
+    system_length: int = 0  # of these, up to the end of the system message; 0 = there is none
 
 
 class EncodeTimeout(MeshError):
@@ -168,7 +169,9 @@ class ModelTokenizer:
             if (template_options or {}).get("continue_final_message"):
                 region = Region.ANSWER
             ids = self._encode(text, add_special=False, limit=limit)
-            return EncodedChat(ids, region, self._shared_lengths(messages, template_options, text, ids))
+            shared = self._shared_lengths(messages, template_options, text, ids)
+            has_system = bool(messages) and messages[0].get("role") == "system"
+            return EncodedChat(ids, region, shared, shared[0] if has_system and len(shared) > 1 else 0)
 
         return await self.in_thread(render_and_encode)
 

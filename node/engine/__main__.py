@@ -110,8 +110,8 @@ def run(engine: Engine) -> None:
     channels = phases.connect(config, commands, reporter, on_fatal)
     try:
         phases.join_plans(config, channels, commands, on_fatal)
-        command, shard = phases.load(config, channels, commands, reporter)
-        loop = phases.warm_up(config, channels, command, shard, commands, reporter)
+        command, shard, files = phases.load(config, channels, commands, reporter)
+        loop = phases.warm_up(config, channels, command, shard, files, commands, reporter)
         if isinstance(loop, Leader):
             loop.run(commands)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -29,8 +29,10 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.node.engine.exchanges import DataExchange
 from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.grammar import GrammarError, GrammarReady, Grammars, RowGrammar
+from mlx_mesh.node.engine.prefix_disk import Loaded
 from mlx_mesh.node.engine.prefix_planner import Stored
 from mlx_mesh.node.engine.prefix_rows import RowPrefixes
+from mlx_mesh.node.engine.prefix_saving import Saving
 from mlx_mesh.node.engine.prefix_store import PrefixStore, can_always_cut
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
@@ -165,6 +167,8 @@ class Generation:
             self._ids[uid] = admission.id
             if processors:
                 self._processors[admission.id] = processors[0]
+        for save in plan.save:
+            self._prefixes.save(save)
         for entry in plan.evict:  # after the admissions: they may begin with one of these
             self._prefixes.store.evict(entry)
 
@@ -187,6 +191,8 @@ class Generation:
                 self._forget(request_id)
         if not self._uids:
             self.settle()
+        if self._prefixes.saving is not None:
+            self._prefixes.saving.step_ended(is_idle=not self._uids)
         return produced
 
     def settle(self) -> None:
@@ -194,8 +200,15 @@ class Generation:
         mx.synchronize(self._generator.stream)
         self._exchange.settle()
 
+    def begin_with(self, loaded: Sequence[Loaded], saving: Saving | None) -> list[Stored]:
+        """Before any plan: what was read from files, and where to write others."""
+        self._prefixes.saving = saving
+        return self._prefixes.begin_with(loaded)
+
     def close(self) -> None:
         self.settle()
+        if self._prefixes.saving is not None:
+            self._prefixes.saving.close()
         self._generator.close()
 
     def _forget(self, request_id: str) -> int:

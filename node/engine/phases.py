@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from mlx_mesh.node.engine.grammar import Grammars
 from mlx_mesh.node.engine.group import DataGroup, form_group
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader, NoFollowers
 from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver, lost_engine
-from mlx_mesh.node.engine.prefix_planner import PrefixPlanner
+from mlx_mesh.node.engine.prefix_files import PrefixFiles, open_files
+from mlx_mesh.node.engine.prefix_planner import PrefixPlanner, Stored
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.scheduler import Scheduler
 from mlx_mesh.node.engine.shard import LoadedShard, check_cuts, load_shard
@@ -85,8 +86,8 @@ def join_plans(config: EngineConfig, channels: Channels, commands: Commands, on_
 
 def load(
     config: EngineConfig, channels: Channels, commands: Commands, reporter: Reporter
-) -> tuple[Load, LoadedShard]:
-    """Read this rank's share of the weights."""
+) -> tuple[Load, LoadedShard, PrefixFiles]:
+    """Read this rank's share of the weights, and its part of prefixes that were kept before."""
     command = commands.expect(Load)
     group, placement = channels.group, command.placement
     if placement.world_size != config.world_size:
@@ -122,8 +123,14 @@ def load(
         command.kv_options,
     )
     reporter.is_paranoid = command.is_paranoid
-    reporter.reached(Phase.LOADED, weights_bytes=shard.weights_bytes, plan_digest=placement.digest())
-    return command, shard
+    files = open_files(config, command, shard)
+    reporter.reached(
+        Phase.LOADED,
+        weights_bytes=shard.weights_bytes,
+        plan_digest=placement.digest(),
+        prefixes=tuple(one.key for one in files.loaded),
+    )
+    return command, shard, files
 
 
 def warm_up(
@@ -131,11 +138,12 @@ def warm_up(
     channels: Channels,
     command: Load,
     shard: LoadedShard,
+    files: PrefixFiles,
     commands: Commands,
     reporter: Reporter,
 ) -> Leader | Follower:
     """Check the exchange over every cut, then take one request through the loop on all ranks."""
-    commands.expect(WarmUp)
+    prefixes = commands.expect(WarmUp).prefixes
     reporter.enter(Phase.WARMING)
     group, sharding = channels.group, command.placement.sharding
     if group.world_size > 1:
@@ -148,13 +156,22 @@ def warm_up(
         is_leader=config.rank == 0,
         new_caches=shard.new_caches,
     )
-    loop = (_leader if config.rank == 0 else _follower)(config, channels, command, generation, reporter)
+    kept = generation.begin_with(files.of_all_ranks(prefixes), files.saving)
+    if config.rank == 0:
+        loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter)
+    else:
+        loop = _follower(config, channels, command, generation, reporter)
     reporter.reached(Phase.READY)
     return loop
 
 
 def _leader(
-    config: EngineConfig, channels: Channels, command: Load, generation: Generation, reporter: Reporter
+    config: EngineConfig,
+    channels: Channels,
+    command: Load,
+    generation: Generation,
+    kept: Sequence[Stored],
+    reporter: Reporter,
 ) -> Leader:
     plans: Any = NoFollowers()
     plans_ahead = 0
@@ -162,12 +179,14 @@ def _leader(
         plans = channels.plans
         plans.wait_for_followers()
         plans_ahead = config.world_size - 1 if command.placement.sharding is Sharding.PIPELINE else 1
+    planner = PrefixPlanner(command.prefix, command.kv, can_cut=generation.can_always_cut)
+    planner.begin_with(kept)
     scheduler = Scheduler(
         config.epoch,
         max_sequences=command.max_sequences,
         context_length=command.context_length,
         kv=command.kv,
-        prefixes=PrefixPlanner(command.prefix, command.kv, can_cut=generation.can_always_cut),
+        prefixes=planner,
     )
     grammars = Grammars(command.model)
     leader = Leader(generation, scheduler, plans, reporter, plans_ahead=plans_ahead, grammars=grammars)

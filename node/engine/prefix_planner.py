@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlx_mesh.mesh.kv_budget import KvBudget
-from mlx_mesh.mesh.messages import GenerateRequest
+from mlx_mesh.mesh.messages import GenerateRequest, Save
 from mlx_mesh.mesh.prefix_index import MIN_TOKENS, Hit, PrefixIndex, common_length, packed
 from mlx_mesh.mesh.prefix_settings import PrefixCounters, PrefixSettings, limits_of
 
 WORTH_WAITING_TOKENS = 64
 """A request waits for a row that computes at least so many tokens of its prompt right now."""
+
+MAX_WANTED = 16
+"""System prompts that wait to be saved."""
 
 MAX_CHECKPOINTS = 4
 """Of one row."""
@@ -59,6 +62,12 @@ class PrefixPlanner:
         """`can_cut`: the model's caches can always be cut back to a shorter prefix. Those that cannot are
         also kept at checkpoints, where a later prompt is likely to go on."""
         self._is_enabled = settings.is_enabled
+        self._settings = settings
+        self._wanted: dict[
+            tuple[int, ...], None
+        ] = {}  # system prompts that are to be saved when they are kept
+        self._was_saved: set[tuple[int, ...]] = set()
+        self._to_save: list[Save] = []
         self._kv = kv
         self._can_cut = can_cut
         self._limits = limits_of(settings, kv)
@@ -73,9 +82,9 @@ class PrefixPlanner:
     # ------------------------------------------------------------ for a plan
 
     @property
-    def has_evictions(self) -> bool:
-        """The next plan has something to evict."""
-        return bool(self._to_evict)
+    def has_orders(self) -> bool:
+        """The next plan has something to save or to evict."""
+        return bool(self._to_evict or self._to_save)
 
     @property
     def taken(self) -> Sequence[int]:
@@ -126,9 +135,15 @@ class PrefixPlanner:
         checkpoints = tuple(
             (point, self._new_entry(request.cache_salt)) for point in self._points(request, prompt, hit)
         )
+        self._want(request, prompt)
         entry = self._new_entry(request.cache_salt)
         self._rows[request.id] = _Row(entry, request.cache_salt, prompt, packed(prompt), checkpoints)
         return Part(entry, hit.entry, hit.num_tokens, checkpoints)
+
+    def take_saves(self) -> tuple[Save, ...]:
+        """What the plan that is being made saves, before it evicts."""
+        saves, self._to_save = tuple(self._to_save), []
+        return saves
 
     def take_evictions(self) -> tuple[int, ...]:
         """Entries that the plan that is being made evicts."""
@@ -181,9 +196,20 @@ class PrefixPlanner:
         if salt is None:  # it ended by itself before it could leave
             self._to_evict.append(stored.entry)
             return
+        self._num_stored += 1
+        if not salt:
+            self._save_wanted(stored)
+        self._add(stored, salt)
+
+    def begin_with(self, entries: Sequence[Stored]) -> None:
+        """Before anything else: all ranks have read these from files, the most recently used one last."""
+        for stored in entries:
+            self._last_entry = max(self._last_entry, stored.entry)
+            self._add(stored, "")
+
+    def _add(self, stored: Stored, salt: str) -> None:
         num_tokens = len(stored.tokens)
         sizes = tuple(rank.bytes_of(1, num_tokens) for rank in self._kv.ranks) or (stored.num_bytes,)
-        self._num_stored += 1
         self._evict(self._index.add(stored.entry, stored.tokens, salt, sizes, can_cut=stored.can_cut))
 
     def counters(self, num_entries: int, num_bytes: int) -> PrefixCounters:
@@ -203,6 +229,30 @@ class PrefixPlanner:
 
     def _takes_part(self, request: GenerateRequest) -> bool:
         return self._is_enabled and not request.skip_prefix_cache
+
+    def _want(self, request: GenerateRequest, prompt: tuple[int, ...]) -> None:
+        """Once an epoch each system prompt is saved, or its file touched, so that the files in use stay."""
+        most = self._settings.max_system_tokens or len(prompt)
+        if self._settings.folder and not request.cache_salt and MIN_TOKENS <= request.system_tokens <= most:
+            tokens = prompt[: request.system_tokens]
+            if tokens in self._was_saved or len(self._wanted) >= MAX_WANTED:
+                return
+            entry = self._index.stored_with(tokens)
+            if entry is None:
+                self._wanted[tokens] = None
+            else:
+                self._save(tokens, entry)
+
+    def _save_wanted(self, stored: Stored) -> None:
+        for tokens in list(self._wanted):
+            num_common = len(tokens) if stored.can_cut else len(stored.tokens)
+            if tuple(stored.tokens[:num_common]) == tokens:
+                del self._wanted[tokens]
+                self._save(tokens, stored.entry)
+
+    def _save(self, tokens: tuple[int, ...], entry: int) -> None:
+        self._was_saved.add(tokens)
+        self._to_save.append(Save(entry=entry, tokens=tokens))
 
     def _new_entry(self, salt: str) -> int:
         self._last_entry += 1

@@ -10,10 +10,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
-from mlx_mesh.mesh.messages import Admission
+from mlx_mesh.mesh.messages import Admission, Save
 from mlx_mesh.mesh.prefix_index import MIN_TOKENS
 from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.prefix_disk import Loaded
 from mlx_mesh.node.engine.prefix_planner import Stored
+from mlx_mesh.node.engine.prefix_saving import Saving
 from mlx_mesh.node.engine.prefix_store import Cache, PrefixStore, begin_with, can_cut
 
 
@@ -33,6 +35,7 @@ class RowPrefixes:
         self._rows: dict[int, _Row] = {}  # by the generator's number
         self._lengths: dict[int, int] = {}  # tokens of each entry
         self._stored: list[Stored] = []
+        self.saving: Saving | None = None  # None = nothing is written to files
 
     def insert(self, admission: Admission, **options: Any) -> int:
         """Give a row to the generator, as BatchGenerator.insert; returns its number."""
@@ -73,6 +76,19 @@ class RowPrefixes:
         for uid, (cache, tokens) in self._extract(uids).items():
             if len(tokens) > self._rows[uid].num_reused:
                 self._keep(self._rows[uid].entry, cache, tokens)
+
+    def save(self, save: Save) -> None:
+        """Have the beginning of an entry written to a file."""
+        cache = self.store.get(save.entry)
+        if self.saving is not None and cache is not None:
+            with mx.stream(self._generator.stream):
+                self.saving.begin(cache, self._lengths[save.entry], save.tokens)
+
+    def begin_with(self, loaded: Sequence[Loaded]) -> list[Stored]:
+        """Before anything else: entries from files, the first one last."""
+        for entry, one in enumerate(reversed(loaded), 1):
+            self._keep(entry, one.cache, one.tokens)
+        return self.take_stored()
 
     def take_stored(self) -> list[Stored]:
         stored, self._stored = self._stored, []

@@ -93,6 +93,7 @@ class Reporter:
         weights_bytes: int = 0,
         detail: str = "",
         plan_digest: str = "",
+        prefixes: tuple[str, ...] = (),
     ) -> None:
         """A phase is done."""
         self.phase = phase
@@ -105,6 +106,7 @@ class Reporter:
                 weights_bytes=weights_bytes,
                 detail=detail,
                 plan_digest=plan_digest,
+                prefixes=prefixes,
             )
         )
 

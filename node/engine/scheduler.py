@@ -94,7 +94,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A plan made now would do something."""
-        return bool(self._waiting or self._running or self.prefixes.has_evictions)
+        return bool(self._waiting or self._running or self.prefixes.has_orders)
 
     @property
     def num_running(self) -> int:
@@ -272,13 +272,14 @@ class Scheduler:
         stop: bool = False,
     ) -> StepPlan:
         self._step += 1
-        evict = self.prefixes.take_evictions()
+        save, evict = self.prefixes.take_saves(), self.prefixes.take_evictions()
         return StepPlan(
             epoch=self._epoch,
             step=self._step,
             cancel=cancel,
             leave=leave,
             admit=admit,
+            save=save,
             evict=evict,
             stop=stop,
         )

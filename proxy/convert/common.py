@@ -99,6 +99,7 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
         ),
         grammar=await grammar_of(services, job.form, markup, encoded.region),
         cache_points=encoded.shared_lengths,
+        system_tokens=encoded.system_length,
     )
 
 
@@ -129,6 +130,7 @@ def prepare(
     continues_prompt: bool = False,
     grammar: str = "",
     cache_points: tuple[int, ...] = (),
+    system_tokens: int = 0,
 ) -> Prepared:
     """The sequences of all prompts, each prompt's choices side by side. Raises ApiError 400."""
     num_sequences = len(prompts) * job.num_choices
@@ -159,6 +161,7 @@ def prepare(
                 skip_prefix_cache=job.prefixes.is_skipped,
                 reset_prefix=job.prefixes.is_reset,
                 cache_points=cache_points,
+                system_tokens=system_tokens,
             )
             sequences.append(
                 dataclasses.replace(

@@ -49,7 +49,7 @@ KAMIWAZA = [
     "--dflash-backend",
     "--dflash-block-size",
 ]
-VALUES = {"--port": "0", "--enable-prefix-caching": "false"}
+VALUES = {"--port": "0", "--enable-prefix-caching": "false", "--system-cache-max-tokens": "64"}
 SWITCHES = ("--strip-thinking", "--disable-kv-cache")
 
 

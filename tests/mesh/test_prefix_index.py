@@ -49,6 +49,17 @@ def test_what_cannot_be_cut_is_found_only_as_a_whole() -> None:
     assert len(it) == 2
 
 
+def test_an_entry_that_has_some_tokens_and_can_give_them_alone() -> None:
+    it = index()
+    it.add_row(1, tokens(40), "")
+    assert it.stored_with(tokens(30)) is None
+    it.add(2, tokens(35), "", (10,), can_cut=False)
+    assert it.stored_with(tokens(30)) is None
+    assert it.stored_with(tokens(35)) == 2
+    it.add(3, tokens(32), "", (10,), can_cut=True)
+    assert it.stored_with(tokens(30)) == 3
+
+
 def test_requests_with_different_salts_share_nothing() -> None:
     it = index()
     it.add(1, tokens(40), "a", (10,), can_cut=True)

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,10 +21,12 @@ from mlx_mesh.mesh.messages import (
     HostPlan,
     LogLine,
     MeshReady,
+    PhaseReached,
     PlanChosen,
 )
 from mlx_mesh.mesh.types import Phase, Sharding
 from mlx_mesh.node import facts, lifecycle
+from mlx_mesh.node.bring_up import common_prefixes
 
 
 async def failed(host: Any) -> AgentFailed:
@@ -421,3 +424,13 @@ async def test_nothing_is_left_in_the_state_folder_but_logs(run_mesh: Any) -> No
         await asyncio.gather(*(host.ended() for host in mesh.hosts.values()))
         left = sorted(path.name for path in mesh.state.rglob("*") if path.is_file())
         assert left == ["rank-0.log", "rank-1.log"]
+
+
+def test_only_prefixes_that_every_rank_has_read_are_used_in_the_leaders_order() -> None:
+    def rank(*keys: str) -> Any:
+        return SimpleNamespace(reached={Phase.LOADED: PhaseReached(phase=Phase.LOADED, prefixes=keys)})
+
+    roster: Any = SimpleNamespace(ranks=[rank("c", "a", "b"), rank("a", "b", "c", "d"), rank("b", "c")])
+    assert common_prefixes(roster) == ("c", "b")
+    roster.ranks.append(rank())
+    assert common_prefixes(roster) == ()
