@@ -62,6 +62,7 @@ class RankView:
     agent_beats_since: int = 0  # beats of its agent that came after its last heartbeat
     exited: str = ""  # "ended with status 3", "was killed by SIGKILL"; '' = alive
     exited_by_itself: bool = False  # a status or a crash, not a signal from outside
+    was_killed: bool = False  # by a SIGKILL that is not its agent's
     failure: EngineFailed | None = None
     failure_age_s: float = 0.0
 
@@ -88,6 +89,8 @@ class Verdict:
     kind: VerdictKind = VerdictKind.LATE
     by_itself: bool = False
     """An engine ended on its own account: what it was computing may be the reason."""
+    was_killed: bool = False
+    """An engine was killed from outside, as a system does that is short of memory."""
     silent_s: float = 0.0
     """For how long there was no sign of life or progress; 0 = the cause was heard of at once."""
     others: tuple[str, ...] = ()
@@ -181,6 +184,7 @@ def _dead_engine(ranks: Sequence[RankView]) -> Verdict | None:
                 f"its engine {view.exited}",
                 kind=VerdictKind.DEAD_ENGINE,
                 by_itself=view.exited_by_itself,
+                was_killed=view.was_killed,
             )
     return None
 

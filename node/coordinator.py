@@ -539,7 +539,7 @@ class Coordinator:
         epoch.ready_at = None
         self._broke_at = self._now()
         self._count(verdict)
-        num_convicted = self._desk.epoch_ended(by_itself=verdict.by_itself)
+        num_convicted = self._desk.epoch_ended(by_itself=verdict.by_itself, was_killed=verdict.was_killed)
         self._counters.num_convicted += num_convicted
         # An epoch that a request is to blame for says nothing about the mesh, nor does a host that went away
         # from one that was ready: the others can go on without it.

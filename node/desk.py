@@ -133,9 +133,10 @@ class Desk:
         """No engine leads any more, because other hosts shall serve: nobody is to blame."""
         self.journal.epoch_left()
 
-    def epoch_ended(self, *, by_itself: bool) -> int:
-        """No engine leads any more. Requests that are to blame end here; returns how many."""
-        convicted = self.journal.epoch_ended(by_itself=by_itself)
+    def epoch_ended(self, *, by_itself: bool, was_killed: bool = False) -> int:
+        """No engine leads any more, see Journal.epoch_ended. Requests that are to blame end here; returns how
+        many."""
+        convicted = self.journal.epoch_ended(by_itself=by_itself, was_killed=was_killed)
         for request_id in convicted:
             message = (
                 "An engine ended while it computed this request, and again when the request was alone in it. "

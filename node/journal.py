@@ -100,26 +100,26 @@ class Journal:
             if (entry := self._entries.get(request_id)) is not None:
                 entry.took_part = True
 
-    def epoch_ended(self, *, by_itself: bool) -> tuple[str, ...]:
+    def epoch_ended(self, *, by_itself: bool, was_killed: bool = False) -> tuple[str, ...]:
         """No engine has any request now. `by_itself`: an engine ended on its own account, so the requests in
-        its steps are suspects. Returns those that are convicted, which are closed: they ended an engine
-        while they were alone in it."""
+        its steps are suspects; `was_killed`: from outside, as a system that is short of memory does. A host
+        that was lost, or an engine that was frozen, says nothing about requests. Returns those that are
+        convicted, which are closed: they ended an engine while they were alone in it."""
         parts = [entry for entry in self._entries.values() if entry.took_part]
         for entry in parts:
-            is_fruitless = len(entry.sent_ids) <= entry.num_tokens_before
-            entry.num_fruitless = entry.num_fruitless + 1 if is_fruitless else 0
+            if len(entry.sent_ids) > entry.num_tokens_before:
+                entry.num_fruitless = 0
+            elif by_itself or was_killed:
+                entry.num_fruitless += 1
+        is_starved = was_killed and len(parts) == 1 and parts[0].num_fruitless > FRUITLESS_TOO_OFTEN
         convicted = [
-            entry
-            for entry in parts
-            if len(parts) == 1
-            and entry.is_suspect
-            and (by_itself or entry.num_fruitless > FRUITLESS_TOO_OFTEN)
+            entry for entry in parts if len(parts) == 1 and entry.is_suspect and (by_itself or is_starved)
         ]
         for entry in convicted:
             del self._entries[entry.request.id]
         for entry in self._entries.values():
-            # A system short of memory kills from outside, too.
-            if entry.took_part and (by_itself or entry.num_fruitless >= FRUITLESS_TOO_OFTEN):
+            is_hungry = was_killed and entry.num_fruitless >= FRUITLESS_TOO_OFTEN
+            if entry.took_part and (by_itself or is_hungry):
                 entry.is_suspect = True
                 entry.num_suspected += 1
                 entry.num_sent_at_crash = len(entry.sent_ids)

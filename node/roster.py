@@ -100,6 +100,11 @@ class RankRecord:
             return False
         return self.exit.signal is None or self.exit.signal in CRASHES
 
+    @property
+    def was_killed(self) -> bool:
+        """Somebody else than its agent killed its engine."""
+        return self.exit is not None and not self.exit.expected and self.exit.signal == signal.SIGKILL
+
     def exit_words(self) -> str:
         """How the engine ended; '' while it runs."""
         if self.exit is None:
@@ -326,6 +331,7 @@ class Roster:
             agent_beats_since=record.agent_beats_since,
             exited=record.exit_words(),
             exited_by_itself=record.exited_by_itself,
+            was_killed=record.was_killed,
             failure=record.failure,
             failure_age_s=max(0.0, now - record.failed_at),
         )

@@ -279,7 +279,7 @@ def test_the_first_step_after_loading_has_a_limit_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "by_itself"),
     [
-        ({"exited": "was killed by SIGKILL"}, VerdictKind.DEAD_ENGINE, False),
+        ({"exited": "was killed by SIGKILL", "was_killed": True}, VerdictKind.DEAD_ENGINE, False),
         ({"exited": "was killed by SIGSEGV", "exited_by_itself": True}, VerdictKind.DEAD_ENGINE, True),
         ({"failure": failure("internal", Phase.READY)}, VerdictKind.REPORTED, True),
         ({"failure": failure("peer_lost"), "failure_age_s": 9.0}, VerdictKind.LOST_PEER, False),
@@ -291,4 +291,5 @@ def test_a_verdict_says_its_kind_and_whether_the_engine_ended_by_itself(
 ) -> None:
     verdict = judge([rank(0), rank(1, **changes)], HEALTHY, LIMITS)
     assert verdict is not None and (verdict.kind, verdict.by_itself) == (kind, by_itself)
+    assert verdict.was_killed is changes.get("was_killed", False)
     assert verdict.wants_stacks == (kind in (VerdictKind.LOST_PEER, VerdictKind.SILENT_ENGINE))

@@ -221,10 +221,19 @@ def test_a_request_without_progress_over_many_epochs_becomes_a_suspect() -> None
     journal = running("hungry")
     for _ in range(3):
         assert journal.num_suspects == 0
-        assert journal.epoch_ended(by_itself=False) == ()
+        assert journal.epoch_ended(by_itself=False, was_killed=True) == ()
         assert admitted(journal) == ["hungry"]
     assert journal.num_suspects == 1
-    assert journal.epoch_ended(by_itself=False) == ("hungry",)
+    assert journal.epoch_ended(by_itself=False) == (), "an engine was frozen, say"
+    assert admitted(journal) == ["hungry"]
+    assert journal.epoch_ended(by_itself=False, was_killed=True) == ("hungry",)
+
+
+def test_hosts_that_are_lost_and_engines_that_are_frozen_make_nobody_a_suspect() -> None:
+    journal = running("patient")
+    for _ in range(10):
+        assert journal.epoch_ended(by_itself=False) == ()
+        assert admitted(journal) == ["patient"] and journal.num_suspects == 0
 
 
 # ---------------------------------------------------------------- desk

@@ -184,6 +184,7 @@ def test_an_exit_has_words(exit_code: int | None, number: int | None, expected: 
     record = RankRecord(rank=0)
     record.exit = RankExited(epoch=1, rank=0, exit_code=exit_code, signal=number, expected=expected)
     assert record.exit_words() == words
+    assert record.was_killed == (number == 9 and not expected)
 
 
 def test_a_new_epoch_knows_nothing_of_the_last_one() -> None:
