@@ -325,7 +325,7 @@ class Leader:
         self._answer(answer)
 
     def _advance(self, is_silent: bool = False) -> None:
-        while self._scheduler.has_work and len(self._published) <= self._plans_ahead:
+        while self._scheduler.has_work and len(self._published) <= self._num_ahead():
             plan = self._scheduler.next_plan(time.monotonic())
             if plan.admit and not is_silent:  # before any rank computes them: one may never come back
                 admitted = tuple(admission.id for admission in plan.admit)
@@ -336,6 +336,11 @@ class Leader:
             self._published.append(plan)
         if self._published:
             self._compute(self._published.popleft(), is_silent)
+
+    def _num_ahead(self) -> int:
+        """Of a prompt the first stages of a pipeline have the next chunks under way meanwhile. A generated
+        token must come around first, so more would only delay cancellations."""
+        return self._plans_ahead if self._scheduler.is_reading else min(self._plans_ahead, 1)
 
     def _compute(self, plan: StepPlan, is_silent: bool = False) -> None:
         produced = compute(self._generation, plan, self._reporter, self._scheduler.request)

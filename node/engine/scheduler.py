@@ -97,6 +97,11 @@ class Scheduler:
         return bool(self._waiting or self._running or self.prefixes.has_orders)
 
     @property
+    def is_reading(self) -> bool:
+        """Some row's prompt is being computed."""
+        return not all(row.has_produced for row in self._running.values())
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

@@ -292,7 +292,7 @@ def elastic_mesh(lab: Any, tmp_path: Path, model: Path, *hosts: str, rejoin_s: i
 def test_answers_go_on_when_an_agent_is_killed_and_when_a_link_is_cut(
     lab: Any, tmp_path: Path, tiny_llama: Path
 ) -> None:
-    with elastic_mesh(lab, tmp_path, tiny_llama, *THREE[:2], rejoin_s=4) as running:
+    with elastic_mesh(lab, tmp_path, tiny_llama, *THREE[:2], rejoin_s=8) as running:
         with contextlib.closing(Answer(lab)) as answer:
             undisturbed = answer.whole()
         with contextlib.closing(Answer(lab)) as answer:
