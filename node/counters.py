@@ -69,11 +69,11 @@ def metrics_of(
 
 
 def _counter(name: str, text: str, value: float, **labels: str) -> Metric:
-    return Metric(name=f"mlx_mesh_{name}_total", kind="counter", help=text, value=value, labels=labels)
+    return Metric(name=f"mlx_mesh_{name}_total", kind="counter", help=text, value=float(value), labels=labels)
 
 
 def _gauge(name: str, text: str, value: float, **labels: str) -> Metric:
-    return Metric(name=f"mlx_mesh_{name}", kind="gauge", help=text, value=value, labels=labels)
+    return Metric(name=f"mlx_mesh_{name}", kind="gauge", help=text, value=float(value), labels=labels)
 
 
 def _of_epochs(counters: MeshCounters) -> Iterator[Metric]:
