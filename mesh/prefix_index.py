@@ -14,6 +14,9 @@ from dataclasses import dataclass
 MIN_TOKENS = 16
 """A shorter prefix is computed faster than it is looked after."""
 
+MAX_ENTRIES = 4096
+"""All of them are looked at for each prompt: some milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hit:
@@ -73,8 +76,9 @@ class PrefixIndex:
         compute. Of equal ones the newest."""
         prompt, most = packed(tokens), len(tokens) - 1
         best: Hit | None = None
+        beginning = prompt[: 4 * MIN_TOKENS]
         for number, entry in self._entries.items():
-            if entry.salt != salt:
+            if entry.salt != salt or not entry.tokens.startswith(beginning):
                 continue
             length = common_length(entry.tokens, prompt)
             if entry.can_cut:
@@ -120,7 +124,7 @@ class PrefixIndex:
     ) -> list[int]:
         """Every rank has this now. Returns the entries that must go: those that it makes superfluous, or
         itself when it is superfluous, then the least recently used ones until no rank keeps more than its
-        limit; it may be among them."""
+        limit and there are no more than MAX_ENTRIES; it may be among them."""
         self.remove(entry)
         new = _Entry(packed(tokens), salt, bytes_by_rank, can_cut, is_row=False)
         for number, old in self._entries.items():
@@ -133,7 +137,10 @@ class PrefixIndex:
         self._entries[entry] = new
         self._count(new, +1)
         return gone + self.evict(
-            lambda used: all(u <= limit for u, limit in zip(used, self._limits, strict=True))
+            lambda used: (
+                len(self._entries) <= MAX_ENTRIES
+                and all(u <= limit for u, limit in zip(used, self._limits, strict=True))
+            )
         )
 
     def evict(self, fits: Callable[[Sequence[int]], bool]) -> list[int]:

@@ -9,7 +9,7 @@ import msgspec
 
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.hostfile_fields import parse_memory
-from mlx_mesh.mesh.kv_budget import KvBudget
+from mlx_mesh.mesh.kv_budget import BLOCK_TOKENS, UNKNOWN_CONTEXT, KvBudget
 
 MAX_PATH_BYTES = 1024
 
@@ -123,6 +123,21 @@ class PrefixCounters(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0  # that did not have to be computed again
     num_stored: int = 0
     num_evicted: int = 0  # for want of room, or replaced by a longer one
+
+
+def longest_entry(settings: PrefixSettings, kv: KvBudget) -> int:
+    """Tokens of the longest prefix that fits into the limit of every rank, a whole number of blocks: a longer
+    one is not even copied."""
+    limits = limits_of(settings, kv)
+    fits, too_many = 0, UNKNOWN_CONTEXT // BLOCK_TOKENS
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        sizes = [rank.bytes_of(1, middle * BLOCK_TOKENS) for rank in kv.ranks]
+        if all(size <= limit for size, limit in zip(sizes, limits, strict=False)):
+            fits = middle
+        else:
+            too_many = middle
+    return fits * BLOCK_TOKENS
 
 
 def limits_of(settings: PrefixSettings, kv: KvBudget) -> tuple[int, ...]:

@@ -170,7 +170,7 @@ class Generation:
         for save in plan.save:
             self._prefixes.save(save)
         for entry in plan.evict:  # after the admissions: they may begin with one of these
-            self._prefixes.store.evict(entry)
+            self._prefixes.evict(entry)
 
     def step(self) -> list[Produced]:
         """One generator step; the new token of each row that has one. With no row left afterwards nothing is
@@ -200,9 +200,11 @@ class Generation:
         mx.synchronize(self._generator.stream)
         self._exchange.settle()
 
-    def begin_with(self, loaded: Sequence[Loaded], saving: Saving | None) -> list[Stored]:
-        """Before any plan: what was read from files, and where to write others."""
+    def begin_with(self, loaded: Sequence[Loaded], saving: Saving | None, longest_entry: int) -> list[Stored]:
+        """Before any plan: what was read from files, where to write others, and the most tokens that an entry
+        may have."""
         self._prefixes.saving = saving
+        self._prefixes.longest_entry = longest_entry
         return self._prefixes.begin_with(loaded)
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class _Row:
     salt: str
     prompt: tuple[int, ...]
     packed: bytes
+    num_reused: int
     checkpoints: tuple[tuple[int, int], ...]
     is_computing: bool = True  # no token came of it yet, and it stays
 
@@ -92,8 +93,8 @@ class PrefixPlanner:
         return self._index.used if self._kv.ranks else ()
 
     def must_wait(self, request: GenerateRequest, prompt: tuple[int, ...]) -> bool:
-        """A row that was admitted computes much of the same prompt now: the request begins with its work
-        as soon as that is done."""
+        """A row that was admitted computes much of the same prompt now, and little else: the request begins
+        with its work as soon as that is done."""
         if request.reset_prefix or not self._takes_part(request):
             return False
         rows = [r for r in self._rows.values() if r.is_computing and r.salt == request.cache_salt]
@@ -101,8 +102,12 @@ class PrefixPlanner:
         best = 0
         for row in rows:
             common = min(common_length(row.packed, mine), len(prompt) - 1)
-            points = (point for point, _ in row.checkpoints if point <= common)
-            best = max(best, common if self._can_cut else max(points, default=0))
+            if self._can_cut:  # there is nothing to begin with before the whole prompt is computed
+                is_most = 2 * (common - row.num_reused) >= len(row.prompt) - row.num_reused
+                best = max(best, common if is_most else 0)
+            else:
+                points = (point for point, _ in row.checkpoints if point <= common)
+                best = max(best, max(points, default=0))
         if best < WORTH_WAITING_TOKENS:
             return False
         hit = self._index.find(prompt, request.cache_salt)
@@ -137,7 +142,9 @@ class PrefixPlanner:
         )
         self._want(request, prompt)
         entry = self._new_entry(request.cache_salt)
-        self._rows[request.id] = _Row(entry, request.cache_salt, prompt, packed(prompt), checkpoints)
+        self._rows[request.id] = _Row(
+            entry, request.cache_salt, prompt, packed(prompt), hit.num_tokens, checkpoints
+        )
         return Part(entry, hit.entry, hit.num_tokens, checkpoints)
 
     def take_saves(self) -> tuple[Save, ...]:

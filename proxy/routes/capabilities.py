@@ -92,7 +92,7 @@ async def capabilities(request: Request) -> Response:
                 "images": False,
                 "audio": False,
                 "embeddings": bool(services.embedding_names),
-                "prefix_cache": True,
+                "prefix_cache": services.config.keeps_prefixes,
             },
             "limits": {
                 "context_length": services.client.readiness.context_length,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
+from mlx_mesh.mesh import prefix_index
 from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
 from mlx_mesh.mesh.prefix_index import MIN_TOKENS, Hit, PrefixIndex, common_length, packed
-from mlx_mesh.mesh.prefix_settings import UNKNOWN_LIMIT_BYTES, PrefixSettings, limits_of
+from mlx_mesh.mesh.prefix_settings import UNKNOWN_LIMIT_BYTES, PrefixSettings, limits_of, longest_entry
 
 
 def tokens(count: int, *other: int) -> list[int]:
@@ -92,6 +94,12 @@ def test_the_rank_with_the_least_room_decides_for_all_and_the_oldest_goes_first(
     assert len(it) == 0
 
 
+def test_only_so_many_entries_are_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_ENTRIES", 2)
+    it = index()
+    assert [it.add(n, tokens(20, n), "", (1,), can_cut=True) for n in range(1, 5)] == [[], [], [1], [2]]
+
+
 def test_rows_that_run_are_found_and_never_evicted() -> None:
     it = index(5)
     it.add_row(1, tokens(40), "")
@@ -129,6 +137,18 @@ def test_limits_hold_and_every_hit_is_a_prefix_that_is_kept(
         assert all(number in it for number in kept)
         assert len(it) == len(kept)
         assert all(used <= limit for used, limit in zip(it.used, (100, 60), strict=True))
+
+
+def test_a_prefix_that_fits_into_no_limit_is_not_kept_at_all() -> None:
+    def rank(number: int, budget_bytes: int | None) -> RankKv:
+        return RankKv(
+            rank=number, host="h", budget_bytes=budget_bytes, fixed_bytes=10, per_token=((0, 2), (256, 1))
+        )
+
+    kv = KvBudget(ranks=(rank(0, None), rank(1, 4000)))
+    assert longest_entry(PrefixSettings(), kv) == 768  # 10 + 2 * 768 + 256 of 2000 bytes
+    assert longest_entry(PrefixSettings(max_bytes=700), kv) == 0
+    assert longest_entry(PrefixSettings(), KvBudget()) >= 1 << 23
 
 
 def test_the_limit_is_what_was_asked_for_or_half_of_what_memory_leaves() -> None:

@@ -160,6 +160,15 @@ def test_a_request_waits_for_a_row_that_computes_its_prompt_and_lets_others_pass
     assert (admission.id, admission.reuse, admission.num_reused) == ("second", plan.admit[0].entry, 200)
 
 
+def test_nobody_waits_for_a_row_that_computes_much_else() -> None:
+    planner = PrefixPlanner(PrefixSettings(), KvBudget(), can_cut=True)
+    scheduler = Scheduler(1, max_sequences=8, prefixes=planner)
+    shared = tuple(range(200))
+    for name, prompt in {"long": (*shared, *range(900, 1300)), "short": (*shared, 7)}.items():
+        assert scheduler.submit(GenerateRequest(id=name, prompt_ids=prompt, max_tokens=4)) is None
+    assert [admission.id for admission in scheduler.next_plan(0.0).admit] == ["long", "short"]
+
+
 def test_an_epoch_counts_hits_misses_and_tokens() -> None:
     planner = PrefixPlanner(PrefixSettings(), KvBudget(), can_cut=True)
     request = GenerateRequest(id="a", prompt_ids=tuple(range(50)), max_tokens=1)
