@@ -126,8 +126,8 @@ class PrefixCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def longest_entry(settings: PrefixSettings, kv: KvBudget) -> int:
-    """Tokens of the longest prefix that fits into the limit of every rank, a whole number of blocks: a longer
-    one is not even copied."""
+    """Tokens of the longest prefix that fits into the limit of every rank, a whole number of blocks: of a
+    longer prompt nothing is kept."""
     limits = limits_of(settings, kv)
     fits, too_many = 0, UNKNOWN_CONTEXT // BLOCK_TOKENS
     while too_many - fits > 1:

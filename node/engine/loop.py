@@ -200,11 +200,9 @@ class Generation:
         mx.synchronize(self._generator.stream)
         self._exchange.settle()
 
-    def begin_with(self, loaded: Sequence[Loaded], saving: Saving | None, longest_entry: int) -> list[Stored]:
-        """Before any plan: what was read from files, where to write others, and the most tokens that an entry
-        may have."""
+    def begin_with(self, loaded: Sequence[Loaded], saving: Saving | None) -> list[Stored]:
+        """Before any plan: what was read from files, and where to write others."""
         self._prefixes.saving = saving
-        self._prefixes.longest_entry = longest_entry
         return self._prefixes.begin_with(loaded)
 
     def close(self) -> None:

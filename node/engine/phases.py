@@ -18,7 +18,7 @@ from mlx_mesh.mesh.messages import (
     SamplingParams,
     WarmUp,
 )
-from mlx_mesh.mesh.prefix_settings import PrefixCounters, limits_of, longest_entry
+from mlx_mesh.mesh.prefix_settings import PrefixCounters, limits_of
 from mlx_mesh.mesh.types import Phase, Sharding
 from mlx_mesh.node.engine.commands import Commands
 from mlx_mesh.node.engine.failure import EngineError
@@ -156,8 +156,7 @@ def warm_up(
         is_leader=config.rank == 0,
         new_caches=shard.new_caches,
     )
-    longest = longest_entry(command.prefix, command.kv)
-    kept = generation.begin_with(files.of_all_ranks(prefixes), files.saving, longest)
+    kept = generation.begin_with(files.of_all_ranks(prefixes), files.saving)
     if config.rank == 0:
         loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter)
     else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import GenerateRequest, Save
 from mlx_mesh.mesh.prefix_index import MIN_TOKENS, Hit, PrefixIndex, common_length, packed
-from mlx_mesh.mesh.prefix_settings import PrefixCounters, PrefixSettings, limits_of
+from mlx_mesh.mesh.prefix_settings import PrefixCounters, PrefixSettings, limits_of, longest_entry
 
 WORTH_WAITING_TOKENS = 64
 """A request waits for a row that computes at least so many tokens of its prompt right now."""
@@ -72,6 +72,7 @@ class PrefixPlanner:
         self._kv = kv
         self._can_cut = can_cut
         self._limits = limits_of(settings, kv)
+        self._longest = longest_entry(settings, kv)
         self._index = PrefixIndex(self._limits)
         self._rows: dict[str, _Row] = {}
         self._salts: dict[int, str] = {}  # of entries that may be stored yet
@@ -137,6 +138,8 @@ class PrefixPlanner:
         else:
             self._num_hits += 1
             self._num_tokens += hit.num_tokens
+        if len(prompt) > self._longest:  # its cache would be copied to be dropped
+            return Part(0, hit.entry, hit.num_tokens)
         checkpoints = tuple(
             (point, self._new_entry(request.cache_salt)) for point in self._points(request, prompt, hit)
         )

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
-from mlx_mesh.mesh.kv_budget import UNKNOWN_CONTEXT
 from mlx_mesh.mesh.messages import Admission, Save
 from mlx_mesh.mesh.prefix_index import MIN_TOKENS
 from mlx_mesh.node.engine.failure import EngineError
@@ -37,7 +36,6 @@ class RowPrefixes:
         self._lengths: dict[int, int] = {}  # tokens of each entry
         self._stored: list[Stored] = []
         self.saving: Saving | None = None  # None = nothing is written to files
-        self.longest_entry = UNKNOWN_CONTEXT  # tokens; of longer rows nothing is kept
 
     def insert(self, admission: Admission, **options: Any) -> int:
         """Give a row to the generator, as BatchGenerator.insert; returns its number."""
@@ -120,7 +118,7 @@ class RowPrefixes:
             return {uid: tuple(found) for uid, found in self._generator.extract_cache(uids).items()}
 
     def _keep(self, entry: int, cache: Cache, tokens: Sequence[int]) -> None:
-        if not MIN_TOKENS <= len(tokens) <= self.longest_entry:
+        if len(tokens) < MIN_TOKENS:
             return
         with mx.stream(self._generator.stream):
             num_bytes = self.store.put(entry, cache)

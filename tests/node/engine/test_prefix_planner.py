@@ -169,6 +169,18 @@ def test_nobody_waits_for_a_row_that_computes_much_else() -> None:
     assert [admission.id for admission in scheduler.next_plan(0.0).admit] == ["long", "short"]
 
 
+def test_a_prompt_that_is_larger_than_what_may_be_kept_leaves_nothing() -> None:
+    planner = PrefixPlanner(PrefixSettings(), of_tokens(1024), can_cut=True)
+    scheduler = Scheduler(1, max_sequences=8, prefixes=planner)
+    small, large = tuple(range(500)), tuple(range(1000, 1600))
+    for name, prompt in {"small": small, "large": large, "large too": (*large, 7)}.items():
+        assert scheduler.submit(GenerateRequest(id=name, prompt_ids=prompt, max_tokens=4)) is None
+    plan = scheduler.next_plan(0.0)
+    assert [bool(admission.entry) for admission in plan.admit] == [True, False, False]
+    scheduler.produced([Produced("large", 5)], 0.0)
+    assert planner.find(GenerateRequest(id="x", prompt_ids=large, max_tokens=1), large) is None
+
+
 def test_an_epoch_counts_hits_misses_and_tokens() -> None:
     planner = PrefixPlanner(PrefixSettings(), KvBudget(), can_cut=True)
     request = GenerateRequest(id="a", prompt_ids=tuple(range(50)), max_tokens=1)
