@@ -100,7 +100,7 @@ def _of_hosts(roster: Roster, changes: Mapping[Change, int]) -> Iterator[Metric]
     yield _gauge("hosts_connected", "Hosts whose agent is there", sum(s.is_taken for s in roster.seats))
     for seat, member in roster.members():
         text = "1 while this host is short of memory, so that no new request is taken"
-        yield _gauge("host_memory_pressure", text, bool(member.pressure), host=seat.host)
+        yield _gauge("host_memory_pressure", text, float(bool(member.pressure)), host=seat.host)
     for why in get_args(Change):
         text = "Hosts that left the plan or came into it, by reason"
         yield _counter("host_changes", text, changes.get(why, 0), why=why)

@@ -143,7 +143,7 @@ class Embedder:
                 name="mlx_mesh_embedding_ready",
                 kind="gauge",
                 help="1 while the embedding model is loaded",
-                value=self._ready is not None,
+                value=float(self._ready is not None),
             ),
         )
 

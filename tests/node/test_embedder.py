@@ -11,11 +11,12 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from mlx_mesh.mesh.errors import PreflightError
-from mlx_mesh.mesh.messages import Embed, Embedded, Failed, ProxyEvent
+from mlx_mesh.mesh.messages import Embed, Embedded, Failed, Metric, ProxyEvent
 from mlx_mesh.node.children import Programs, child_environment
 from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.facts import EMBEDDER_BYTES, gather_facts
@@ -90,7 +91,9 @@ def test_an_embedder_that_ends_or_freezes_is_replaced_and_its_requests_may_be_se
             assert isinstance(after, Embedded) and after.vectors == before.vectors
             status = desk.embedder.status()
             assert (status.restarts, status.ready, status.pid != pid) == (1, True, True)
-            values = {metric.name: metric.value for metric in desk.embedder.metrics()}
+            told = msgspec.msgpack.encode(desk.embedder.metrics())  # as they cross to the proxy
+            metrics = msgspec.msgpack.decode(told, type=tuple[Metric, ...])
+            values = {metric.name: metric.value for metric in metrics}
             assert values["mlx_mesh_embedding_restarts_total"] == 1
 
     asyncio.run(scenario())
