@@ -112,13 +112,14 @@ class _Writer:
 
 
 def _reasoning(writer: _Writer, markup: Markup, region: Region) -> str:
-    """What comes before the answer: the rest of the reasoning, or none, or one if the model wants."""
+    """What comes before the answer: the rest of the reasoning, or none, or one if the model wants. There is
+    white space only after a tag, where it is no part of the answer: a choice is one to the letter."""
     if not markup.think_start:
         return ""
     thought = writer.free_text("thought", markup.think_end)
     if region is Region.REASONING:
         return f"{thought} WS?"
-    return f"({writer.text(markup.think_start)} {thought})? WS?"
+    return f"({writer.text(markup.think_start)} {thought} WS?)?"
 
 
 # ---------------------------------------------------------------- calls, by family

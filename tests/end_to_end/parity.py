@@ -110,7 +110,7 @@ def get(path: str) -> Case:
 
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
-LONG_TEXT = "a long prompt that many have in common, " * 20
+LONG_TEXT = "a long prompt that many have in common, " * 6
 
 CASES = (
     chat("greedy"),
@@ -138,7 +138,7 @@ CASES = (
     chat("choice", guided_choice=["red", "green", "blue"], max_tokens=10),
     chat("grammar", False, guided_grammar='start: "x" | "y" start', max_tokens=10),
     chat("forced call", False, max_tokens=90, tools=[ADD], tool_choice=NAMED),
-    chat("forced call streamed", max_tokens=90, tools=[ADD], tool_choice="required", stream=True),
+    chat("forced call streamed", max_tokens=40, tools=[ADD], tool_choice="required", stream=True),
     chat("tools that may be called", False, tools=[ADD]),
     chat("turns with a call and its result", messages=TURNS, tools=[ADD], stream=True),
     chat(
@@ -165,10 +165,10 @@ CASES = (
     complete("json", False, guided_json=SCHEMA, max_tokens=80),
     respond("text"),
     respond("streamed", stream=True),
-    respond("instructions", False, instructions="Be short.", **{"temperature": 0.8, "top_p": 0.9}),
+    respond("instructions", False, instructions="Be short.", seed=8, **{"temperature": 0.8, "top_p": 0.9}),
     respond(
         "schema",
-        max_output_tokens=80,
+        max_output_tokens=30,
         reasoning={"effort": "none"},
         text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
     ),
@@ -185,6 +185,7 @@ CASES = (
     message("streamed", stream=True, system="Be short."),
     message(
         "forced call",
+        False,
         max_tokens=90,
         tools=[{"name": "add", "input_schema": PARAMETERS}],
         tool_choice={"type": "tool", "name": "add"},
@@ -390,14 +391,72 @@ def caches(client: httpx.Client) -> Any:
     return [sorted(stats), sorted(stats["ranks"][0]), sorted(other), reset.status_code, clean(reset.json())]
 
 
+def same_prompt_twice(client: httpx.Client) -> Any:
+    """https://github.com/jundot/omlx/issues/919: the second answer says what was known, in both modes."""
+    body = {"messages": [{"role": "user", "content": "Again and again. " * 8}], "max_tokens": 4}
+    body |= {"temperature": 0, "enable_thinking": False}
+    client.post(CHAT, json=body)
+    whole = client.post(CHAT, json=body).json()["usage"]
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = list(_events(client.post(CHAT, json=body | more).text))[-2]["usage"]
+    known = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (whole, streamed)]
+    assert min(known) > whole["prompt_tokens"] - 3, (known, whole)
+    return known
+
+
+def one_end(client: httpx.Client) -> Any:
+    """https://github.com/waybarrios/vllm-mlx/issues/628: a stream that ends by end-of-text says so once."""
+    body = {"prompt": "Which?", "guided_choice": ["red"], "stream": True, "temperature": 0, "max_tokens": 9}
+    events = list(_events(client.post(COMPLETIONS, json=body).text))
+    ends = [choice["finish_reason"] for event in events[:-1] for choice in event["choices"]]
+    assert [end for end in ends if end] == ["stop"] and events[-1] == {"line": "[DONE]"}, events
+    found = fold(iter(events))
+    assert found[".choices[0].text"] == ["red"], found
+    return found
+
+
+def billing_line(client: httpx.Client) -> Any:
+    """https://github.com/waybarrios/vllm-mlx/pull/277: a line of every turn is no part of a prompt."""
+    found = []
+    for turn in ("a1", "b2"):
+        system = (
+            f"x-anthropic-billing-header: cch={turn};\nYou are a careful agent who reads all files twice."
+        )
+        body = {"model": "local", "system": system, "messages": USER, "max_tokens": 3, "temperature": 0}
+        found.append(client.post(MESSAGES, json=body).json())
+    usage = found[1]["usage"]
+    assert usage["input_tokens"] < 4 < usage["cache_read_input_tokens"], usage
+    return clean(found)
+
+
+def only_a_call(client: httpx.Client) -> Any:
+    """https://github.com/Blaizzy/mlx-vlm/issues/1785: a turn of nothing but a tool's use, and its result."""
+    use = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 2}}
+    turns = [
+        *USER,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "5"}]},
+    ]
+    tools = [{"name": "add", "input_schema": PARAMETERS}]
+    body = {"model": "local", "messages": turns, "tools": tools, "max_tokens": 4, "temperature": 0}
+    answer = client.post(MESSAGES, json=body)
+    assert answer.status_code == 200, answer.text
+    return clean(answer.json())
+
+
 SCRIPTS: tuple[Callable[[httpx.Client], Any], ...] = (
     stored_responses,
+    same_prompt_twice,
+    one_end,
+    billing_line,
+    only_a_call,
     disconnect,
     cancel,
     metrics,
     cluster,
     caches,
 )
+"""After the cases, in this order."""
 
 ELSEWHERE = frozenset({"/v1/cluster/nodes/{host}/drain", "/v1/cluster/nodes/{host}/add"})
 """Paths that change the mesh itself: test_survivors and the lab have them."""
