@@ -500,6 +500,13 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder or hub id on the leader: a second model, for /v1/embeddings",
     )
+    parser.add_argument(
+        "--allow-model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="a folder or hub id that requests may load in place of the first one; may be repeated",
+    )
     parser.add_argument("--name", help="name of the mesh, for status, logs and down")
     parser.add_argument(
         "--host", help="where HTTP listens on the leader (default 127.0.0.1; others need a key)"
@@ -578,6 +585,7 @@ def _flags(arguments: Arguments) -> Flags:
         model=arguments.model,
         adapter=arguments.adapter_path,
         embedding_model=arguments.embedding_model,
+        allowed_models=tuple(arguments.allow_model),
         name=arguments.name,
         sharding=getattr(arguments, "sharding", None),
         backend=getattr(arguments, "backend", None),

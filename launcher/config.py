@@ -31,6 +31,7 @@ class Flags:
     model: str | None = None
     adapter: str | None = None
     embedding_model: str | None = None
+    allowed_models: tuple[str, ...] = ()
     name: str | None = None
     sharding: Sharding | None = None
     backend: Backend | None = None
@@ -64,6 +65,7 @@ class LaunchConfig:
     hosts: tuple[HostEntry, ...]  # the first one leads
     adapter: str = ""  # folder of an adapter on each host; '' = none
     embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
+    allowed_models: tuple[str, ...] = ()  # that may be loaded in place of `model`; alike on all hosts
     hostfile: str = ""
     sharding: Sharding = Sharding.AUTO
     backend: Backend = Backend.AUTO
@@ -134,6 +136,8 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
             + (f", or add `model:` to {hostfile.source}." if hostfile.source else ".")
         )
     check_model_name(model)
+    for allowed in flags.allowed_models:
+        check_path("model", allowed)
     if flags.embedding_model is not None:
         check_path("embedding model", flags.embedding_model)
     if flags.max_sequences is not None and flags.max_sequences < 1:
@@ -165,6 +169,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         adapter=anchor_adapter(hostfile.adapter, _folder_of(hostfile))
         if flags.adapter is None
         else anchor_adapter(flags.adapter, Path.cwd()),
+        allowed_models=tuple(anchor_model(allowed, Path.cwd()) for allowed in flags.allowed_models),
         embedding_model=anchor_model(flags.embedding_model, Path.cwd()) if flags.embedding_model else "",
         hosts=tuple(replace(host, models=_anchor(host)) for host in hostfile.hosts),
         hostfile=str(Path(hostfile.source).expanduser().resolve()) if hostfile.source else "",

@@ -86,6 +86,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str = ""  # overrides the model's
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
     embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
+    allowed_models: tuple[str, ...] = ()  # that may be loaded in place of the first one
     context_length: int = 0  # 0 = the model's
     max_sequences: int = 32  # decoded together
     max_queue: int = 256
@@ -279,6 +280,7 @@ class Load(Message, frozen=True):
     prefill_step_size: int
     context_length: int
     adapter: str = ""  # folder of a LoRA or DoRA adapter; '' = none
+    is_switched: bool = False  # another model than the first: `model` names it alike on all hosts
     is_paranoid: bool = False  # report a StepDigest after every step
     kv: KvBudget = KvBudget()  # of all ranks; the leader admits by it
     prefix: PrefixSettings = PrefixSettings()
@@ -658,6 +660,13 @@ class ChangeNode(Message, frozen=True):
     host: str
 
 
+class SwitchModel(Message, frozen=True):
+    """Serve another model, or say why not; `id` comes back in NodeReply."""
+
+    id: str
+    model: str
+
+
 class ProxyReady(Message, frozen=True):
     """The proxy accepts connections."""
 
@@ -679,7 +688,9 @@ class ProxyBeat(Message, frozen=True):
 
 PROXY_BEAT_S = 1.0
 
-ProxyRequest = Submit | Cancel | Embed | StatusQuery | ChangeNode | ResetPrefixes | ProxyReady | ProxyBeat
+ProxyRequest = (
+    Submit | Cancel | Embed | StatusQuery | ChangeNode | SwitchModel | ResetPrefixes | ProxyReady | ProxyBeat
+)
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -778,6 +789,7 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     metrics: tuple[Metric, ...] = ()  # when they were asked for
     embedding: EmbeddingStatus | None = None
     backend_reason: str = ""
+    switch: str = ""  # what became of the last order to serve another model; '' = there was none
 
 
 class StatusReply(Message, frozen=True):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from mlx_mesh.mesh.errors import ExitCode, MeshError
+from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError
 from mlx_mesh.mesh.membership import ObservedClock
 from mlx_mesh.mesh.messages import (
     AgentBeat,
@@ -40,6 +40,7 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts
 from mlx_mesh.node.channel import AgentChannel, LinkDown, LinkUp, split_endpoint
 from mlx_mesh.node.engines import Engines
+from mlx_mesh.node.facts import resolve_model
 from mlx_mesh.node.ports import reserve_data_ports
 from mlx_mesh.node.pressure import read_pressure
 
@@ -327,6 +328,18 @@ class Agent:
     def _forward(self, order: ToEngine) -> None:
         command = order.command
         if isinstance(command, Load) and self._model is not None:
-            # Each host keeps model and adapter where it likes.
-            command = msgspec.structs.replace(command, model=str(self._model), adapter=self._config.adapter)
+            # Each host keeps the first model and its adapter where it likes.
+            if not command.is_switched:
+                folder, adapter = self._model, self._config.adapter
+            else:
+                folder, adapter = _folder_of(command.model), ""
+            command = msgspec.structs.replace(command, model=str(folder), adapter=adapter)
         self._engines.command(order.epoch, order.rank, command)
+
+
+def _folder_of(model: str) -> Path:
+    """Of a model that was switched to. One that is not here is the engine's to name, as it fails."""
+    try:
+        return resolve_model(model)
+    except PreflightError:
+        return Path(model)

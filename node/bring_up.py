@@ -45,6 +45,7 @@ class EpochPlan:
     rdma: tuple[tuple[str | None, ...], ...]  # a row for each rank; () = none
     addresses: AddressPlan
     model: str
+    is_switched: bool
     max_sequences: int
     prefill_step_size: int
     context_length: int
@@ -197,6 +198,7 @@ async def _load(control: Control, plan: EpochPlan) -> None:
             record.rank,
             Load(
                 model=plan.model,
+                is_switched=plan.is_switched,
                 placement=plan.placement,
                 max_sequences=plan.max_sequences,
                 prefill_step_size=plan.prefill_step_size,

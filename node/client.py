@@ -38,6 +38,7 @@ from mlx_mesh.mesh.messages import (
     StatusQuery,
     StatusReply,
     Submit,
+    SwitchModel,
     TokenChunk,
 )
 from mlx_mesh.node.pipe import AsyncPipe, BlockingPipe
@@ -46,6 +47,9 @@ R = TypeVar("R")
 
 CONFIG_DEADLINE_S = 30.0
 """The agent sends the settings right after it started the proxy."""
+
+SWITCH_DEADLINE_S = 120.0
+"""Another model is looked at, and perhaps asked of the hub, before the answer."""
 
 STATUS_DEADLINE_S = 5.0
 """The coordinator answers from memory; more than this means that its loop is stuck."""
@@ -256,6 +260,13 @@ class CoordinatorClient:
             query_id, ChangeNode(id=query_id, action=action, host=host), self._node_waiters
         )
 
+    async def switch_model(self, model: str) -> NodeReply:
+        """Ask for another model to be served; the answer comes when it is planned or refused. Raises
+        StatusUnavailable after SWITCH_DEADLINE_S."""
+        query_id = f"switch-{next(self._query_ids)}"
+        query = SwitchModel(id=query_id, model=model)
+        return await self._ask(query_id, query, self._node_waiters, SWITCH_DEADLINE_S)
+
     async def reset_prefixes(self) -> NodeReply:
         """Have all ranks drop what they keep of prompts. Raises StatusUnavailable after STATUS_DEADLINE_S."""
         query_id = f"reset-{next(self._query_ids)}"
@@ -264,19 +275,19 @@ class CoordinatorClient:
     async def _ask(
         self,
         query_id: str,
-        query: StatusQuery | ChangeNode | ResetPrefixes,
+        query: StatusQuery | ChangeNode | ResetPrefixes | SwitchModel,
         waiters: dict[str, asyncio.Future[R]],
+        deadline_s: float = 0.0,
     ) -> R:
+        deadline_s = deadline_s or STATUS_DEADLINE_S
         waiter: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         waiters[query_id] = waiter
         self._pipe.send(query)
         try:
-            async with asyncio.timeout(STATUS_DEADLINE_S):
+            async with asyncio.timeout(deadline_s):
                 return await waiter
         except TimeoutError as error:
-            raise StatusUnavailable(
-                f"the coordinator did not answer within {STATUS_DEADLINE_S:g} s"
-            ) from error
+            raise StatusUnavailable(f"the coordinator did not answer within {deadline_s:g} s") from error
         finally:
             del waiters[query_id]
 

@@ -17,7 +17,7 @@ from socket import socket
 from typing import Any
 
 from mlx_mesh.mesh.capacity import usable_context
-from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError
+from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError, PlacementError, PreflightError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.kv_budget import KvBudget, kv_budget
 from mlx_mesh.mesh.kv_options import with_kv_options
@@ -41,6 +41,7 @@ from mlx_mesh.mesh.messages import (
     Shutdown,
     StopEngine,
     StopEpoch,
+    SwitchModel,
 )
 from mlx_mesh.mesh.rdma import BackendChoice
 from mlx_mesh.mesh.survivors import Serve, StayDown
@@ -52,6 +53,7 @@ from mlx_mesh.node.children import Programs
 from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
 from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
 from mlx_mesh.node.embedder import Embedder
+from mlx_mesh.node.facts import resolve_model
 from mlx_mesh.node.front import Front
 from mlx_mesh.node.gathering import (
     backend_of,
@@ -70,6 +72,8 @@ from mlx_mesh.node.roster import Member, Roster
 from mlx_mesh.node.stacks import where_it_stood, without_stacks
 from mlx_mesh.node.status import rank_rows
 from mlx_mesh.node.switchboard import Switchboard
+from mlx_mesh.node.switching import Served, Switch, refusal
+from mlx_mesh.node.tokenizer_files import tokenizer_problem
 
 TICK_S = 0.25
 _GOODBYE_S = 3.0
@@ -91,6 +95,10 @@ class EpochBroken(Exception):
 
 class _LeaveEpoch(Exception):
     """Nothing is wrong; other hosts shall serve. The message says why."""
+
+
+class _SwitchModel(Exception):
+    """Another model shall be served; `Coordinator._switch` has it."""
 
 
 class _Stopped(Exception):
@@ -141,6 +149,10 @@ class Coordinator:
         self._placement: Placement | None = None
         self._backend = BackendChoice(backend=Backend.AUTO, reason="")
         self._addresses = AddressPlan()
+        self._served_name = self._config.model
+        self._switch: Switch | None = None
+        self._is_switching = False
+        self._told_of_switch = ""
         self._next_cause = "start"
         self._was_ready = False
         self._num_restarts = 0
@@ -170,6 +182,7 @@ class Coordinator:
             max_open=self.mesh.max_sequences + self.mesh.max_queue,
             request_s=self.deadlines.request_s,
             pressure=self.roster.pressure,
+            switch_model=self._order_switch,
         )
         self._front.greet_with(lambda: self._desk.readiness)
         self._lineup = Lineup(self.roster, self.deadlines, place=self._place, now=self._now)
@@ -246,6 +259,8 @@ class Coordinator:
                 budget = await self._recover(broken.verdict, budget)
             except _LeaveEpoch as leave:
                 await self._leave_epoch(str(leave))
+            except _SwitchModel:
+                await self._begin_switch()
 
     async def _shutdown(self, reason: str, exit_code: ExitCode) -> None:
         self._desk.drain()
@@ -417,7 +432,8 @@ class Coordinator:
             backend=self._backend.backend,
             rdma=self._backend.devices,
             addresses=self._addresses,
-            model=self._config.model,
+            model=self._served_name,
+            is_switched=self._served_name != self._config.model,
             max_sequences=self.mesh.max_sequences,
             prefill_step_size=self.mesh.prefill_step_size or (_PIPELINE_PREFILL if is_pipeline else _PREFILL),
             context_length=self._context_length(),
@@ -465,6 +481,7 @@ class Coordinator:
         epoch.ready_at = self._now()
         self._was_ready = True
         self._lineup.note_ready()
+        self._end_switch()
         self._counters.note_ready(
             self.age(epoch.began_at), None if self._broke_at is None else self.age(self._broke_at)
         )
@@ -500,11 +517,13 @@ class Coordinator:
         def must_look() -> bool:
             nonlocal other_hosts
             other_hosts = self._lineup.wants()
-            return self._stop_reason is not None or bool(other_hosts)
+            return self._stop_reason is not None or bool(other_hosts) or self._switch is not None
 
         await self.wait(must_look, never, _no_verdict)
-        if self._stop_reason is None:
+        if self._stop_reason is None and other_hosts:
             raise _LeaveEpoch(other_hosts)
+        if self._stop_reason is None:
+            raise _SwitchModel
         self._desk.drain()
         if count := len(self._desk.journal):
             limit_s = self.deadlines.drain_s
@@ -547,6 +566,8 @@ class Coordinator:
         budget = budget.epoch_ended(
             str(verdict), completed_step=epoch.has_completed_step or is_elsewhere, ready_s=ready_s
         )
+        if self._switch is not None and self._switch.has_begun and not ready_s:
+            return await self._give_up_switch(verdict)
         is_final = not verdict.retryable or budget.is_exhausted
         if is_final and self._was_ready and self._give_up_one_of(verdict):
             is_final, budget = False, RestartBudget(self.mesh.max_restarts, was_ready=True)
@@ -564,6 +585,92 @@ class Coordinator:
         self._next_cause = str(verdict) + self._stacks()
         await self._settle(lambda: self._stop_reason is not None, budget.delay_s)
         return budget
+
+    # ------------------------------------------------------------ another model
+
+    def _order_switch(self, request: SwitchModel) -> None:
+        """Answers at once when it is refused, else when the new model is planned."""
+        served, epoch = self._served_name, self.roster.epoch.number
+        code, words = refusal(request.model, self._config.model, self.mesh.allowed_models, self._is_switching)
+        if not code and not self._desk.is_ready:
+            code, words = "not_ready", f"The mesh is not ready: {self._desk.readiness.reason}."
+        if code or request.model == served:
+            words = words or f"{served} is served."
+            self._front.send(NodeReply(id=request.id, error=code, message=words, epoch=epoch))
+            return
+        self._is_switching = True
+        self._help(self._prepare_switch(request), "switch of models")
+
+    async def _prepare_switch(self, request: SwitchModel) -> None:
+        """Plan the new model beside the old one, which serves on."""
+        assert self._footprint is not None and self._model is not None
+        epoch = self.roster.epoch.number
+        was_first = self._served_name == self._config.model
+        old = Served(self._served_name, self._model, self._footprint, self._placement, was_first)
+        try:
+            folder = await asyncio.to_thread(resolve_model, request.model)
+            if problem := await asyncio.to_thread(tokenizer_problem, folder):
+                raise PreflightError(problem)
+            is_first = request.model == self._config.model
+            adapter = Path(self._config.adapter) if is_first and self._config.adapter else None
+            footprint = await inspect_model(self._programs.inspect, folder, self.deadlines.spawn_s, adapter)
+            placement = place_model(self.roster, footprint, [seat.index for seat, _ in self.roster.placed()])
+        except MeshError as error:
+            self._is_switching = False
+            code = "model_does_not_fit" if isinstance(error, PlacementError) else "model_unusable"
+            self._front.send(NodeReply(id=request.id, error=code, message=str(error), epoch=epoch))
+            return
+        self._switch = Switch(Served(request.model, folder, footprint, placement, is_first), old)
+        message = f"{request.model} is loaded in place of {old.name}; /ready says when it serves."
+        self._front.send(NodeReply(id=request.id, message=message, epoch=epoch, is_changing=True))
+        self._changed.set()
+
+    async def _begin_switch(self) -> None:
+        """Let open requests finish, then end the epoch of the old model."""
+        assert self._switch is not None
+        switch = self._switch
+        why = f"switching from {switch.old.name} to {switch.new.name}"
+        self._output.note(why)
+        self._desk.closed_because = f"The mesh is {why}"
+        with contextlib.suppress(EpochBroken):
+            await self.wait(
+                lambda: not len(self._desk.journal),
+                self.timer(self.deadlines.drain_s),
+                lambda: Verdict(None, "", Phase.READY, "drain_s is over"),
+            )
+        self._desk.fail_all("switching_model", f"The mesh is {why}.", RETRY_AFTER_S)
+        switch.has_begun = True
+        await self._leave_epoch(why)
+        await self._serve_instead(switch.new, why)
+
+    async def _serve_instead(self, served: Served, why: str) -> None:
+        """From the next epoch on; the proxy that knows this model's text begins at once."""
+        self._served_name, self._model, self._footprint = served.name, served.folder, served.footprint
+        self._next_cause = why
+        if served.placement is not None:
+            self._set_placement(served.placement)
+        else:
+            self._placement = None
+        await self._front.replace(self._proxy_config(), self.deadlines.stop_s)
+
+    async def _give_up_switch(self, verdict: Verdict) -> RestartBudget:
+        """The new model did not come up: the old one comes back, with a full budget."""
+        assert self._switch is not None
+        switch = self._switch
+        why = f"{switch.new.name} did not come up ({verdict}); {switch.old.name} comes back"
+        self._output.event(EpochEnded(epoch=self.roster.epoch.number, cause=why, final=False))
+        self._desk.pause(why)
+        await self._stop_epoch(why, gently=False)
+        self._told_of_switch, self._switch = why, None
+        await self._serve_instead(switch.old, why)
+        return RestartBudget(self.mesh.max_restarts, was_ready=True)
+
+    def _end_switch(self) -> None:
+        """An epoch is ready: of the new model, or of the old one again."""
+        if self._switch is not None and self._switch.has_begun:
+            self._told_of_switch, self._switch = f"{self._switch.new.name} is served", None
+        if self._switch is None:
+            self._desk.closed_because, self._is_switching = "", False
 
     def _give_up_one_of(self, verdict: Verdict) -> bool:
         """Go on without the likeliest suspect that the mesh can do without; False when there is none."""
@@ -690,6 +797,7 @@ class Coordinator:
             hosts=self._lineup.rows(),
             lineup=self._lineup.describe() if self._was_ready else "",
             metrics=self._metrics() if with_metrics else (),
+            switch=self._told_of_switch,
             embedding=self._embedder.status() if self._embedder is not None else None,
         )
 
@@ -717,21 +825,24 @@ class Coordinator:
 
     def _model_id(self) -> str:
         """The id in answers: a hub id as it is, of a folder its name."""
+        if self._served_name != self._config.model:
+            return _name_of(self._served_name)
         if self.mesh.served_model_names:
             return self.mesh.served_model_names[0]
         return _name_of(self._config.model)
 
     def _proxy_config(self) -> ProxyConfig:
+        is_first = self._served_name == self._config.model
         return ProxyConfig(
             model=str(self._model or self._config.model),
             model_id=self._model_id(),
-            served_model_names=self.mesh.served_model_names,
+            served_model_names=self.mesh.served_model_names if is_first else (),
             serve_host=self.mesh.serve_host,
             serve_port=self.mesh.serve_port,
             listen_fd=-1,
             api_keys=self.mesh.api_keys,
             allowed_origins=self.mesh.allowed_origins,
-            chat_template=self.mesh.chat_template,
+            chat_template=self.mesh.chat_template if is_first else "",
             strip_thinking=self.mesh.strip_thinking,
             keeps_prefixes=self.mesh.prefix.is_enabled,
             version=metadata.version("mlx-mesh"),

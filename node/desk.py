@@ -29,6 +29,7 @@ from mlx_mesh.mesh.messages import (
     StatusQuery,
     StatusReply,
     Submit,
+    SwitchModel,
     TokenChunk,
 )
 from mlx_mesh.node.journal import Journal
@@ -53,6 +54,7 @@ class Desk:
         max_open: int,
         request_s: float,
         pressure: Callable[[], str] = lambda: "",
+        switch_model: Callable[[SwitchModel], None] = lambda request: None,
     ) -> None:
         """`command` goes to the leader's engine; `status` is asked with or without metrics; `max_open` bounds
         running and waiting requests together; `pressure`: which host is short of memory, in words."""
@@ -64,9 +66,11 @@ class Desk:
         self._max_open = max_open
         self._request_s = request_s
         self._pressure = pressure
+        self._switch_model = switch_model
         self._owed_since: float | None = None
         self._is_waiting_room = False  # requests that come while no engine leads wait for the next one
         self.is_draining = False
+        self.closed_because = ""  # no new request is taken for now, and why
         self.num_resumed = self.num_cancelled = self.num_expired = 0
         self.num_refused: Counter[str] = Counter()  # by code
         self.journal = Journal()
@@ -226,6 +230,8 @@ class Desk:
                 self._send(StatusReply(id=query_id, status=self._status(request.with_metrics)))
             case ChangeNode():
                 self._send(self._change_node(request))
+            case SwitchModel():
+                self._switch_model(request)
             case ResetPrefixes(id=query_id):
                 self._send(self._reset_prefixes(query_id))
             case ProxyReady() | ProxyBeat() | Embed():  # embeddings are the embedder's business
@@ -255,6 +261,8 @@ class Desk:
         """Code, message and seconds to wait, for a request that cannot be taken."""
         if self.is_draining:
             return "draining", "The mesh is shutting down.", RETRY_AFTER_S
+        if self.closed_because:
+            return "switching_model", f"{self.closed_because}. Try again later.", RETRY_AFTER_S
         if not self.is_ready and not self._is_waiting_room:
             return "not_ready", f"The mesh is not ready: {self.readiness.reason}.", RETRY_AFTER_S
         if request.id in self.journal:

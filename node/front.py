@@ -73,7 +73,7 @@ class Front:
         self._child: Child | None = None
         self._pipe: AsyncPipe[ProxyRequest] | None = None
         self._greeting: Callable[[], ProxyEvent] | None = None
-        self._is_stopping = False
+        self._is_stopping = self._is_replacing = False
         self._num_silent = 0  # ticks since it was heard
         self.is_ready = False
         """A proxy accepts connections now."""
@@ -97,6 +97,9 @@ class Front:
             how = await self._live_once()
             if self._is_stopping:
                 return
+            if self._is_replacing:
+                self._is_replacing = False
+                continue
             num_short_lives = num_short_lives + 1 if loop.time() - born < SHORT_LIFE_S else 0
             self._on_lost(how)
             if num_short_lives >= MAX_SHORT_LIVES:
@@ -129,7 +132,7 @@ class Front:
             self.is_ready = False
             self._pipe = None
             await pipe.close()
-        if self._is_stopping:  # it has its time
+        if self._is_stopping or self._is_replacing:  # it has its time
             return describe_exit(await child.wait())
         if problem:
             await child.kill()
@@ -179,6 +182,13 @@ class Front:
     def _words(self) -> str:
         lines = list(self._child.last_lines)[-_NUM_LINES:] if self._child is not None else []
         return "\n  ".join(["Its last lines:", *lines]) if lines else "It said nothing."
+
+    async def replace(self, config: ProxyConfig, stop_s: float) -> None:
+        """Go on with a proxy that has these settings; the one that runs may finish what it is writing."""
+        self._config = msgspec.structs.replace(config, listen_fd=self._listen.fileno())
+        if self._child is not None and self._pipe is not None:
+            self._is_replacing = True
+            await self._child.stop(stop_s)
 
     async def stop(self, stop_s: float) -> None:
         """End the proxy: TERM lets it finish its answers."""

@@ -8,12 +8,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_mesh.proxy.bodies import read_json_object
 from mlx_mesh.proxy.convert.common import Room
-from mlx_mesh.proxy.errors import json_response
+from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, invalid, json_response
 from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.services import Services
 
 router = APIRouter()
+
+_STATUS_OF_REFUSAL = {"model_not_allowed": 403, "not_ready": 503}
+"""Of other refusals: 409, the model or the mesh as it is now cannot do that."""
 
 
 @router.get("/v1/models")
@@ -23,6 +27,38 @@ async def list_models(request: Request) -> Response:
     if services.embedding_names:
         listed.append(_describe_embedding(services))
     return json_response({"object": "list", "data": listed})
+
+
+@router.post("/v1/models/switch")
+@router.post("/v1/models/load")
+async def switch(request: Request) -> Response:
+    """Serve another model on all ranks. 202: it is planned, and loaded now; 200: it is served already."""
+    services = services_of(request)
+    body = await read_json_object(request, services.config.max_body_bytes)
+    model = body.get("model")
+    if not isinstance(model, str) or not model or set(body) != {"model"}:
+        raise invalid("Give the one field 'model', a text.", param="model")
+    reply = await services.client.switch_model(model)
+    if reply.error:
+        status = _STATUS_OF_REFUSAL.get(reply.error, 409)
+        raise ApiError(
+            status,
+            reply.message,
+            code=reply.error,
+            param="model",
+            retry_after_s=RETRY_AFTER_S if status == 503 else 0,
+        )
+    told = {"model": model, "message": reply.message, "changing": reply.is_changing, "epoch": reply.epoch}
+    return json_response(told, 202 if reply.is_changing else 200)
+
+
+@router.post("/v1/models/unload")
+async def unload(request: Request) -> Response:
+    raise ApiError(
+        409,
+        "A mesh always serves a model: load another with /v1/models/load, or end it with `mlx-mesh down`.",
+        code="cannot_unload",
+    )
 
 
 @router.get("/v1/models/{name:path}")

@@ -43,6 +43,7 @@ from mlx_mesh.mesh.messages import (
     StatusQuery,
     StatusReply,
     Submit,
+    SwitchModel,
     TokenChunk,
 )
 from mlx_mesh.mesh.prefix_settings import PrefixCounters
@@ -199,6 +200,9 @@ class ScriptedCoordinator:
                 case StatusQuery(id=query_id):
                     if self.answers_status:
                         pipe.send(StatusReply(id=query_id, status=self.status()))
+                case SwitchModel():
+                    self.changes.append(("switch", message.model))
+                    pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
                 case ChangeNode():
                     self.changes.append((message.action, message.host))
                     pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))

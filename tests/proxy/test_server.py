@@ -117,6 +117,33 @@ def test_a_host_is_drained_or_added_by_a_post_that_says_whether_it_will(
     assert coordinator.changes == [("drain", "mac2"), ("add", "mac2")]
 
 
+@pytest.mark.parametrize("path", ["/v1/models/load", "/v1/models/switch", "/models/switch"])
+def test_another_model_is_asked_for_by_a_post_that_says_whether_it_comes(
+    start_front: Any, saying: Any, path: str
+) -> None:
+    front = start_front(saying([]))
+    reply = NodeReply(id="", message="it is loaded", epoch=4, is_changing=True)
+    front.coordinator.node_reply = reply
+    response = front.post(path, {"model": "org/other"})
+    assert (response.status_code, response.json()["changing"], response.json()["epoch"]) == (202, True, 4)
+    front.coordinator.node_reply = NodeReply(id="", message="it is served", epoch=4)
+    assert front.post(path, {"model": "org/other"}).status_code == 200
+    for code, status in (
+        ("model_not_allowed", 403),
+        ("model_does_not_fit", 409),
+        ("model_unusable", 409),
+        ("not_ready", 503),
+    ):
+        front.coordinator.node_reply = NodeReply(id="", message="no", epoch=4, error=code)
+        response = front.post(path, {"model": "org/other"})
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert ("retry-after" in response.headers) == (status == 503)
+    assert set(front.coordinator.changes) == {("switch", "org/other")}
+    for body in ({}, {"model": 1}, {"model": "x", "force": True}):
+        assert front.post(path, body).json()["error"]["param"] == "model"
+    assert front.post("/v1/models/unload", {}).json()["error"]["code"] == "cannot_unload"
+
+
 def test_a_coordinator_that_is_stuck_is_a_503_with_a_name(
     front: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

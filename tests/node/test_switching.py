@@ -1,0 +1,101 @@
+"""Another model in a running mesh: all ranks or none, and the old one comes back when it does not come up."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mlx_mesh.mesh.messages import Failed, MeshReady, NodeReply, SwitchModel
+from mlx_mesh.node.switching import refusal
+
+
+@pytest.fixture
+def other(model: Path, tmp_path: Path) -> Path:
+    """A second folder that looks like a model."""
+    return Path(shutil.copytree(model, tmp_path / "other"))
+
+
+async def up(mesh: Any, *allowed: Path) -> tuple[Any, Any]:
+    """Both hosts of a mesh that may load these."""
+    plain = mesh.mesh_config
+    mesh.mesh_config = lambda: msgspec.structs.replace(plain(), allowed_models=tuple(map(str, allowed)))
+    leader, line = await mesh.up()
+    return leader, line
+
+
+async def order(line: Any, model: Path) -> NodeReply:
+    line.send(SwitchModel(id="s", model=str(model)))
+    reply: NodeReply = await line.wait_for(NodeReply)
+    return reply
+
+
+async def next_ready(mesh: Any, leader: Any, epoch: int) -> Any:
+    ready = await leader.output.wait_for(MeshReady, lambda event: event.epoch == epoch)
+    line = await mesh.connect(ready.url)
+    await line.ready()
+    return line
+
+
+def test_only_allowed_models_and_one_at_a_time() -> None:
+    assert refusal("x", "first", (), False)[0] == "model_not_allowed"
+    assert refusal("x", "first", ("y",), False)[0] == "model_not_allowed"
+    assert refusal("y", "first", ("y",), True)[0] == "switch_in_progress"
+    assert refusal("y", "first", ("y",), False) == refusal("first", "first", ("y",), False) == ("", "")
+
+
+async def test_an_open_answer_finishes_new_ones_are_told_to_wait_and_the_other_model_serves(
+    run_mesh: Any, other: Path, model: Path
+) -> None:
+    async with run_mesh() as mesh:
+        leader, line = await up(mesh, other)
+        line.submit("open", 60)
+        reply = await order(line, other)
+        assert (reply.error, reply.is_changing) == ("", True)
+        line.submit("late", 3)
+        late = await line.wait_for(Failed)
+        assert (late.id, late.code, late.retry_after_s > 0) == ("late", "switching_model", True)
+        ids, how = await line.answer("open")
+        assert (ids[-1], how) == (mesh.undisturbed_tokens(60)[-1], "length")
+        line = await next_ready(mesh, leader, 2)
+        status = await line.status()
+        assert (status.model, status.switch) == ("other", f"{other} is served")
+        assert "proxy serves other" in (mesh.state / "mac1" / "test" / "logs" / "rank-0.log").read_text()
+        line.submit("next", 3)
+        assert (await line.answer("next"))[1] == "length"
+        back = await order(line, model)
+        assert back.is_changing
+        line = await next_ready(mesh, leader, 3)
+        assert (await line.status()).model == "model"
+
+
+async def test_a_model_that_one_rank_cannot_load_brings_the_old_one_back(run_mesh: Any, other: Path) -> None:
+    async with run_mesh() as mesh:
+        mesh.engine_script["2.1.load"] = "fail:config"
+        leader, line = await up(mesh, other)
+        assert (await order(line, other)).is_changing
+        line = await next_ready(mesh, leader, 3)
+        status = await line.status()
+        assert status.model == "model" and "did not come up" in status.switch
+        line.submit("next", 3)
+        assert (await line.answer("next"))[1] == "length"
+
+
+async def test_what_cannot_be_loaded_is_refused_and_the_old_model_serves_on(
+    run_mesh: Any, other: Path, tmp_path: Path
+) -> None:
+    (other / "broken").touch()
+    missing = tmp_path / "missing"
+    async with run_mesh() as mesh:
+        _, line = await up(mesh, other, missing)
+        for asked, code in ((other, "model_does_not_fit"), (missing, "model_unusable")):
+            reply = await order(line, asked)
+            assert (reply.error, reply.is_changing) == (code, False), reply
+        reply = await order(line, tmp_path / "stranger")
+        assert reply.error == "model_not_allowed"
+        line.submit("next", 3)
+        assert (await line.answer("next"))[1] == "length"
+        assert (await line.status()).epoch == 1
