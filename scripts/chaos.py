@@ -146,6 +146,19 @@ class Mesh:
         nodes = self.get("/v1/cluster/nodes")
         return [rank for rank in nodes["ranks"] if rank["engine_pid"]] if nodes else []
 
+    def wait_step(self, within_s: float) -> None:
+        """Until every rank has completed one step more: a mesh whose epochs all end before that must give
+        up, and is right to."""
+        began = time.monotonic()
+        first: int | None = None
+        while time.monotonic() - began < within_s and self.is_alive():
+            steps = [rank["step"] for rank in self.ranks() if rank["phase"] == "ready"]
+            first = max(steps) if first is None and steps else first
+            if first is not None and steps and min(steps) > first:
+                return
+            time.sleep(POLL_S)
+        raise ChaosError(f"no step within {within_s:.0f} s:\n{tail(self.log)}")
+
     def processes(self) -> dict[int, str]:
         """Every process of this mesh, with its command line."""
         mark = f"{MARK}={self.session}".encode()
@@ -380,6 +393,7 @@ class Chaos:
 
     def one_recovery(self) -> None:
         """A fault at a random moment after ready, one in five with another during the recovery."""
+        self.mesh.wait_step(RECOVER_S)
         time.sleep(self.chooser.uniform(0.2, 3.0))
         epoch = self.mesh.get("/ready")["epoch"]
         began = time.monotonic()
