@@ -207,3 +207,20 @@ def test_fields_of_messages_are_found_in_both_spellings() -> None:
         "reasoning_content",
         "thinking",
     ]
+
+
+@pytest.mark.parametrize("has_system", [True, False])
+@pytest.mark.parametrize("question", ["hi", "tell me all that you know of foxes and dogs " * 8])
+def test_where_other_prompts_are_likely_to_go_on_differently_is_told(
+    tokenizer: ModelTokenizer, has_system: bool, question: str
+) -> None:
+    messages = [{"role": "system", "content": "You are a lamp."}, {"role": "user", "content": question}]
+    encoded = asyncio.run(tokenizer.encode_chat(messages[not has_system :], limit=0))
+    opening = len(tokenizer.plain_ids("<|im_start|>assistant\n"))
+    before_answer = len(encoded.ids) - opening
+    if not has_system:
+        assert (encoded.system_length, encoded.shared_lengths) == (0, (before_answer,))
+        return
+    system = tokenizer.plain_ids("<|im_start|>system\nYou are a lamp.<|im_end|>\n<|im_start|>user\n")
+    assert encoded.ids[: encoded.system_length] == system
+    assert encoded.shared_lengths == (len(system), before_answer)

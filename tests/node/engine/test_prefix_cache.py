@@ -208,7 +208,7 @@ def test_the_next_turn_begins_with_the_last_one_and_says_the_same(
 def test_a_prompt_that_is_kept_whole_is_computed_from_its_last_token(stage: Stage, tiny: ModuleType) -> None:
     placement = tiny.whole(6)
     prompt = words(40)
-    turns: list[Turn] = [[greedy("1", prompt)], [greedy("2", prompt)], [greedy("3", prompt[:33])]]
+    turns: list[Turn] = [[greedy("1", prompt)], [seeded("2", prompt)], [seeded("3", prompt[:33])]]
     warm = stage.play(tiny.llama(), placement, *turns)
     assert warm.tokens == stage.play(tiny.llama(), placement, *turns, prefix=OFF).tokens
     assert warm.cached == {"1": 0, "2": 39, "3": 32}
