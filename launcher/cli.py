@@ -42,6 +42,7 @@ from mlx_mesh.mesh.foreign_flags import refuse_foreign
 from mlx_mesh.mesh.hostfile_words import MPI_REASON
 from mlx_mesh.mesh.kv_options import KV_BITS, KV_GROUP_SIZES
 from mlx_mesh.mesh.links import LINKS
+from mlx_mesh.mesh.log_lines import LOG_FORMATS
 from mlx_mesh.mesh.types import Backend, Sharding
 
 MAX_SIM = 64
@@ -132,12 +133,12 @@ def _serve(arguments: Arguments) -> int:
 
 def _bring_up(arguments: Arguments, config: LaunchConfig) -> int:
     if arguments.dry_run:
-        return dry_run(config, Console())
+        return dry_run(config, Console(is_json=config.log_format == "json"))
     folder = StateFolder(state_root(os.environ), config.name)
     if arguments.detached_fd is not None:
         return _detached(arguments.detached_fd, config, folder)
     if not arguments.detach:
-        return up(config, folder, Console())
+        return up(config, folder, Console(is_json=config.log_format == "json"))
     state = folder.read()
     if state is not None and state.is_alive:
         raise already_running(config.name, state)
@@ -165,7 +166,7 @@ def _detached(descriptor: int, config: LaunchConfig, folder: StateFolder) -> int
         return up(
             config,
             folder,
-            Console(cast("TextIO", log), is_terminal=False),
+            Console(cast("TextIO", log), is_terminal=False, is_json=config.log_format == "json"),
             log=str(folder.launcher_log),
             on_ready=on_ready,
         )
@@ -231,9 +232,8 @@ def _logs(arguments: Arguments) -> int:
                 break
         elif "line" in item:
             line = harmless(str(item["line"]))
-            print(
-                line if prefix(str(item["rank"]), "")[:-1] in line else f"[{item['rank']}] {line}", flush=True
-            )
+            names_itself = line.startswith("{") or prefix(str(item["rank"]), "")[:-1] in line
+            print(line if names_itself else f"[{item['rank']}] {line}", flush=True)
         else:
             ranks, where = list(map(int, item["ranks"])), str(item["folder"])
             if ranks and arguments.rank not in (None, *ranks):
@@ -507,6 +507,9 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a folder or hub id that requests may load in place of the first one; may be repeated",
     )
+    parser.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="text", help="json: an object per line, of every process"
+    )
     parser.add_argument("--name", help="name of the mesh, for status, logs and down")
     parser.add_argument(
         "--host", help="where HTTP listens on the leader (default 127.0.0.1; others need a key)"
@@ -586,6 +589,7 @@ def _flags(arguments: Arguments) -> Flags:
         adapter=arguments.adapter_path,
         embedding_model=arguments.embedding_model,
         allowed_models=tuple(arguments.allow_model),
+        log_format=arguments.log_format,
         name=arguments.name,
         sharding=getattr(arguments, "sharding", None),
         backend=getattr(arguments, "backend", None),

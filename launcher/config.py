@@ -12,6 +12,7 @@ from mlx_mesh.mesh.errors import HostfileError, SettingsError
 from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, parse_hostfile
 from mlx_mesh.mesh.hostfile_fields import check_name
 from mlx_mesh.mesh.kv_options import KvOptions, check_kv_options
+from mlx_mesh.mesh.log_lines import LogFormat
 from mlx_mesh.mesh.messages import Deadlines, MeshConfig
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.types import Backend, Sharding
@@ -32,6 +33,7 @@ class Flags:
     adapter: str | None = None
     embedding_model: str | None = None
     allowed_models: tuple[str, ...] = ()
+    log_format: LogFormat = "text"
     name: str | None = None
     sharding: Sharding | None = None
     backend: Backend | None = None
@@ -66,6 +68,7 @@ class LaunchConfig:
     adapter: str = ""  # folder of an adapter on each host; '' = none
     embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
     allowed_models: tuple[str, ...] = ()  # that may be loaded in place of `model`; alike on all hosts
+    log_format: LogFormat = "text"
     hostfile: str = ""
     sharding: Sharding = Sharding.AUTO
     backend: Backend = Backend.AUTO
@@ -169,6 +172,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         adapter=anchor_adapter(hostfile.adapter, _folder_of(hostfile))
         if flags.adapter is None
         else anchor_adapter(flags.adapter, Path.cwd()),
+        log_format=flags.log_format,
         allowed_models=tuple(anchor_model(allowed, Path.cwd()) for allowed in flags.allowed_models),
         embedding_model=anchor_model(flags.embedding_model, Path.cwd()) if flags.embedding_model else "",
         hosts=tuple(replace(host, models=_anchor(host)) for host in hostfile.hosts),

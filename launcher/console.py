@@ -14,6 +14,7 @@ import rich.live
 import rich.text
 
 from mlx_mesh.launcher.text import harmless, table
+from mlx_mesh.mesh.log_lines import json_line
 from mlx_mesh.mesh.placement import PlanRow, format_bytes
 from mlx_mesh.mesh.types import Phase, Placement
 
@@ -23,7 +24,12 @@ NUM_PLAIN_PARTS = 4  # without a terminal, loading is told in quarters
 class Console:
     """Prints to one stream. Not thread-safe: the supervisor's thread owns it."""
 
-    def __init__(self, stream: TextIO | None = None, is_terminal: bool | None = None) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, is_terminal: bool | None = None, *, is_json: bool = False
+    ) -> None:
+        """`is_json`: each line is an object, and nothing is redrawn."""
+        is_terminal = False if is_json else is_terminal
+        self._is_json = is_json
         self._stream = stream if stream is not None else sys.stdout
         self._rich = rich.console.Console(
             file=self._stream, highlight=False, markup=False, emoji=False, force_terminal=is_terminal
@@ -34,6 +40,9 @@ class Console:
 
     def say(self, text: str) -> None:
         """One or more plain lines."""
+        if self._is_json:
+            self._write_json(text)
+            return
         if self._live is not None:
             self._live.console.print(rich.text.Text(text))
         else:
@@ -41,7 +50,18 @@ class Console:
             self._stream.flush()
 
     def warn(self, text: str) -> None:
+        if self._is_json:
+            self._write_json(text, level="warning")
+            return
         self.say(f"warning: {text}")
+
+    def _write_json(self, text: str, *, level: str = "info", who: str = "launcher", host: str = "") -> None:
+        rank = int(who) if who.isdecimal() else None
+        component = who if rank is None else "engine"
+        for line in filter(str.strip, text.splitlines()):
+            made = json_line(line.strip(), component=component, level=level, rank=rank, host=host)
+            self._stream.write(made + "\n")
+        self._stream.flush()
 
     def plan(self, placement: Placement, rows: Sequence[PlanRow], model: str, backend: str) -> None:
         """What goes where, before anything is loaded."""
@@ -83,6 +103,9 @@ class Console:
 
     def log(self, who: str, host: str, line: str) -> None:
         """A line that a rank, an agent or a remote shell said."""
+        if self._is_json:
+            self._write_json(harmless(line), who=who, host=host)
+            return
         self.say(f"{prefix(who, host)} {harmless(line)}")
 
     def ready(self, name: str, url: str, summary: str, hints: Sequence[str]) -> None:

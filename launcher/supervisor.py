@@ -627,6 +627,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         strip_thinking=config.strip_thinking,
         embedding_model=hosts[0].embedding,
         allowed_models=config.allowed_models,
+        log_format=config.log_format,
         context_length=config.context_length,
         max_sequences=config.max_sequences,
         max_queue=config.max_queued_requests,

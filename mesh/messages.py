@@ -23,6 +23,7 @@ import msgspec
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.links import Link
+from mlx_mesh.mesh.log_lines import LogFormat
 from mlx_mesh.mesh.prefix_settings import PrefixCounters, PrefixSettings
 from mlx_mesh.mesh.types import Backend, HostFacts, Phase, Placement, Sharding, Versions
 
@@ -87,6 +88,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
     embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
     allowed_models: tuple[str, ...] = ()  # that may be loaded in place of the first one
+    log_format: LogFormat = "text"
     context_length: int = 0  # 0 = the model's
     max_sequences: int = 32  # decoded together
     max_queue: int = 256

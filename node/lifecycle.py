@@ -72,7 +72,9 @@ class AgentProcess:
         self._context = zmq.asyncio.Context()
         self._cleanup = contextlib.AsyncExitStack()
         self._run_file: RunFile | None = None
-        self._logs = RankLogs(self._folder / "logs")
+        self._logs = RankLogs(
+            self._folder / "logs", is_json=config.mesh is not None and config.mesh.log_format == "json"
+        )
         self._agent: Agent | None = None
         self._coordinator: Coordinator | None = None
         self._stop_request: tuple[str, bool] | None = None

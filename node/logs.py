@@ -7,6 +7,8 @@ import logging
 import logging.handlers
 from pathlib import Path
 
+from mlx_mesh.mesh.log_lines import json_line
+
 MAX_FILE_BYTES = 5 * 1024 * 1024
 NUM_OLD_FILES = 3
 
@@ -21,8 +23,9 @@ def prefix(rank: int, host: str) -> str:
 class RankLogs:
     """`<folder>/rank-K.log`, rotated by size. Writing a log never fails a mesh: a full disk is counted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_json: bool = False) -> None:
         self._folder = folder
+        self._is_json = is_json
         self._handlers: dict[int, _QuietHandler] = {}
 
     def begin(self) -> None:
@@ -38,7 +41,8 @@ class RankLogs:
         handler = _QuietHandler(
             path, maxBytes=MAX_FILE_BYTES, backupCount=NUM_OLD_FILES, encoding="utf-8", delay=True
         )
-        handler.setFormatter(_FORMAT)
+        if not self._is_json:
+            handler.setFormatter(_FORMAT)
         return handler
 
     def write(self, rank: int, host: str, line: str) -> None:
@@ -47,7 +51,10 @@ class RankLogs:
         if handler is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             handler = self._handlers[rank] = self._new_handler(self._folder / f"rank-{rank}.log")
-        text = f"{prefix(rank, host)} {line}"
+        if self._is_json:
+            text = json_line(line, component="engine", rank=rank, host=host)
+        else:
+            text = f"{prefix(rank, host)} {line}"
         handler.handle(logging.LogRecord("rank", logging.INFO, "", 0, text, None, None))
 
     def close(self) -> None:
