@@ -164,7 +164,7 @@ def test_a_stream_is_ended_by_the_id_that_it_shows(start_front: Any, ids_of: Ids
 
 def test_models_list_their_aliases_and_each_of_them_is_taken(plain_front: Any, model_folder: Any) -> None:
     (first, _) = plain_front.http.get("/v1/models").json()["data"]
-    assert first["aliases"] == ["mlx-community/tiny-model", "local", "tiny-model"]
+    assert first["aliases"] == ["mlx-community/tiny-model", "local", "tiny-model", "default"]
     for name in (*first["aliases"], str(model_folder)):
         assert plain_front.chat(model=name).status_code == 200
     assert plain_front.chat(model="gpt-4o").status_code == 404
