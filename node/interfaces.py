@@ -64,8 +64,8 @@ def _linux_entry(name: str, addresses: tuple[str, ...]) -> LinuxEntry:
         or all(a.startswith("127.") for a in addresses or ("",)),
         is_wireless=(folder / "wireless").is_dir() or (folder / "phy80211").exists(),
         driver=driver.resolve().name if driver.exists() else "",
-        is_active=_read(folder / "carrier")
-        in ("1", ""),  # '' = it does not say, as when it is down or foreign
+        # Switched off, it cannot say whether it has a carrier; nor can one of a system without these files.
+        is_active=_read(folder / "carrier") in ("1", "") and _read(folder / "operstate") != "down",
         mtu=int(_read(folder / "mtu") or 0),
         mbits=int(speed) if speed.isdigit() else 0,
     )

@@ -151,13 +151,8 @@ def _end_leftovers(path: Path) -> list[str]:
         return []
     if is_alive(record.agent):
         raise _already_running(record)
-    left = {f"engine of rank {rank}": process for rank, process in record.engines.items()}
-    if record.proxy is not None:
-        left["proxy"] = record.proxy
-    if record.embedder is not None:
-        left["embedder"] = record.embedder
     notes = []
-    for what, process in left.items():
+    for what, process in _children_of(record).items():
         if not is_alive(process):
             continue
         if not kill_and_wait(process, _KILL_S):
@@ -171,17 +166,23 @@ def _end_leftovers(path: Path) -> list[str]:
 
 
 def leftovers_of(root: Path) -> Iterator[str]:
-    """In words, engines and front ends whose agent is gone, of all meshes with state under `root`."""
+    """In words, what an agent had started and left behind, of all meshes with state under `root`."""
     for path in sorted(root.glob("*/agent-*.json")):
         record = _read(path)
         if record is None or is_alive(record.agent):
             continue
-        left = {f"rank {rank}": process for rank, process in record.engines.items()}
-        if record.proxy is not None:
-            left["the front end"] = record.proxy
-        for what, process in left.items():
+        for what, process in _children_of(record).items():
             if is_alive(process):
-                yield f"{what} of mesh {record.mesh} (pid {process.pid})"
+                yield f"the {what} of mesh {record.mesh} (pid {process.pid})"
+
+
+def _children_of(record: RunRecord) -> dict[str, ProcessId]:
+    """What an agent had started, in words."""
+    others = {"proxy": record.proxy, "embedder": record.embedder}
+    return {
+        **{f"engine of rank {rank}": process for rank, process in record.engines.items()},
+        **{what: process for what, process in others.items() if process is not None},
+    }
 
 
 def _read(path: Path) -> RunRecord | None:

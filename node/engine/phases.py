@@ -156,7 +156,7 @@ def warm_up(
         is_leader=config.rank == 0,
         new_caches=shard.new_caches,
     )
-    kept = generation.begin_with(files.of_all_ranks(prefixes), files.saving)
+    kept = generation.begin_with(files.take(prefixes), files.saving)
     if config.rank == 0:
         loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter)
     else:

@@ -69,6 +69,8 @@ def pack(cache: Cache) -> Packed:
 
     def form(value: Any) -> Any:
         if isinstance(value, mx.array):
+            if value.dtype not in _DTYPES:
+                raise UnusableFile(f"a cache keeps numbers of type {value.dtype}, which no file can")
             dtypes.append(_DTYPES[value.dtype])
             whole = mx.contiguous(value)
             arrays.append(whole.view(mx.uint16) if value.dtype.size == 2 else whole)  # bytes are bytes
@@ -116,10 +118,14 @@ def key_of(tokens: Iterable[int]) -> str:
 
 
 def identity_of(model: str, adapter: str, *other: object) -> str:
-    """Changes with any file of model or adapter (name, size, time of its last change) and with `other`."""
+    """Changes with the folders of model and adapter, with any of their files (name, size, time of its last
+    change) and with `other`. Sizes and times alone are not enough: fine-tunes of one model have files of the
+    same sizes, and some tools give all files the same time."""
     seen: list[Any] = [FORMAT, *map(repr, other)]
     for folder in filter(None, (model, adapter)):
-        for path in sorted(Path(folder).expanduser().glob("*")):
+        place = Path(folder).expanduser().resolve()
+        seen.append(str(place))
+        for path in sorted(place.glob("*")):
             if path.suffix in (".safetensors", ".json") and path.is_file():
                 status = path.stat()
                 seen.append((path.name, status.st_size, status.st_mtime_ns))
@@ -172,7 +178,7 @@ class PrefixFolder:
                 found.append(self._read(path, new_cache()))
                 limit_bytes -= size
             except (OSError, UnusableFile, ValueError, KeyError, TypeError, RuntimeError) as error:
-                _say(f"{path} cannot be used, and is removed: {error}")
+                say(f"{path} cannot be used, and is removed: {error}")
                 path.unlink(missing_ok=True)
         return found
 
@@ -264,7 +270,7 @@ class DiskWriter:
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
-            _say(f"{MAX_QUEUED} prefixes wait to be written; one more is not kept on disk")
+            say(f"{MAX_QUEUED} prefixes wait to be written; one more is not kept on disk")
 
     def close(self) -> None:
         """Wait FAREWELL_S for what is under way."""
@@ -284,8 +290,8 @@ class DiskWriter:
             except OSError as error:
                 self._num_failures += 1
                 last = self._num_failures >= MAX_FAILURES
-                _say(f"a prefix cannot be written: {error}{'; no other will be tried' if last else ''}")
+                say(f"a prefix cannot be written: {error}{'; no other will be tried' if last else ''}")
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
     print(f"engine: prefix cache: {message}", file=sys.stderr, flush=True)

@@ -16,16 +16,17 @@ from mlx_mesh.node.engine.prefix_saving import Saving
 from mlx_mesh.node.engine.shard import LoadedShard
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixFiles:
     """`loaded`: what this rank has, most recently used first."""
 
     loaded: Sequence[Loaded] = ()
     saving: Saving | None = None
 
-    def of_all_ranks(self, keys: Sequence[str]) -> list[Loaded]:
-        """Those with these keys, in their order."""
-        by_key = {one.key: one for one in self.loaded}
+    def take(self, keys: Sequence[str]) -> list[Loaded]:
+        """Those with these keys, which all ranks have, in their order. Nothing stays here: what is evicted
+        later, or not on all ranks, must not keep its memory."""
+        by_key, self.loaded = {one.key: one for one in self.loaded}, ()
         return [by_key[key] for key in keys]
 
 

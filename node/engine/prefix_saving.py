@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_mesh.node.engine.prefix_disk import DiskWriter, Job, key_of, pack
+from mlx_mesh.node.engine.prefix_disk import DiskWriter, Job, UnusableFile, key_of, pack, say
 from mlx_mesh.node.engine.prefix_store import Cache, begin_with
 
 STEPS_UNTIL_DONE = 3
@@ -25,12 +25,18 @@ class Saving:
     def __init__(self, writer: DiskWriter) -> None:
         self._writer = writer
         self._begun: list[_Begun] = []
+        self._is_possible = True
 
     def begin(self, cache: Cache, num_kept: int, tokens: tuple[int, ...]) -> None:
         """Save the first tokens of a cache of `num_kept`, unless there is a file of them."""
-        if self._writer.folder.touch(key_of(tokens)):
+        if not self._is_possible or self._writer.folder.touch(key_of(tokens)):
             return
-        packed = pack(begin_with(cache, num_kept, len(tokens)))
+        try:
+            packed = pack(begin_with(cache, num_kept, len(tokens)))
+        except UnusableFile as error:  # of this model none will do; answers do not depend on files
+            say(f"nothing is kept on disk: {error}")
+            self._is_possible = False
+            return
         mx.async_eval(packed.arrays)
         self._begun.append(_Begun(Job(tokens, packed)))
 

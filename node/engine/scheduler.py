@@ -5,7 +5,8 @@ Plain decisions without tensors or clocks of its own. The loop calls, in this or
 
 Memory is given out as it is needed: a request is admitted when it fits beside the running ones and all have
 room to grow. When they have grown too large together, the newest row leaves and goes on later from where it
-was; the oldest always stays, so that everybody's turn comes. Nobody is overtaken in the queue.
+was; the oldest always stays, so that everybody's turn comes. Nobody is overtaken in the queue, but while it
+waits for a row that computes its own prompt (PrefixPlanner.must_wait).
 """
 
 from __future__ import annotations

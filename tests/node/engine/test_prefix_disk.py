@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ from mlx_mesh.node.engine.prefix_disk import (
     pack,
     unpack,
 )
+from mlx_mesh.node.engine.prefix_files import PrefixFiles
 from mlx_mesh.node.engine.prefix_planner import PrefixPlanner, Stored
 from mlx_mesh.node.engine.prefix_saving import Saving
 from mlx_mesh.node.engine.quantised_kv import QuantisedRow
@@ -162,6 +164,39 @@ def test_a_models_identity_changes_with_its_files_and_with_the_plan(tmp_path: Pa
     assert identity_of(str(tmp_path), "", "tensor") != first
     os.utime(tmp_path / "model.safetensors", (1, 1))
     assert identity_of(str(tmp_path), "", "pipeline") != first
+
+
+def test_models_of_other_folders_are_others_though_names_sizes_and_times_are_the_same(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+        os.utime(tmp_path / name / "model.safetensors", (1, 1))
+    assert identity_of(str(tmp_path / "a"), "") != identity_of(str(tmp_path / "b"), "")
+
+
+def test_a_cache_that_no_file_can_keep_is_said_once_and_ends_nothing(
+    folder: PrefixFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Odd:
+        state = object()
+
+        def is_trimmable(self) -> bool:
+            return True
+
+    saving = Saving(DiskWriter(folder))
+    for at in range(2):
+        saving.begin([Odd()], 4, TOKENS[at : at + 4])
+    saving.close()
+    assert capsys.readouterr().err.count("nothing is kept on disk") == 1
+
+
+def test_what_was_read_from_files_is_not_held_twice(tmp_path: Path) -> None:
+    save(folder := PrefixFolder(tmp_path, "model", 0, LIMIT), small(), 4, TOKENS[:4])
+    files = PrefixFiles(folder.load(make_small, LIMIT))
+    (taken,) = files.take([key_of(TOKENS[:4])])
+    array = weakref.ref(taken.cache[0])
+    del taken
+    assert array() is None  # evicted now
 
 
 @pytest.mark.parametrize("can_cut", [True, False])
