@@ -15,6 +15,7 @@ from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
 from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams, StepPlan
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.types import Placement
+from mlx_mesh.node.engine import scheduler
 from mlx_mesh.node.engine.loop import Generation
 from mlx_mesh.node.engine.prefix_planner import PrefixPlanner
 from mlx_mesh.node.engine.prefix_store import can_always_cut
@@ -307,9 +308,12 @@ def test_a_small_rank_evicts_for_all_and_running_rows_come_first(stage: Stage, t
 
 
 @pytest.mark.long
-def test_rows_that_have_to_leave_come_back_with_the_same_answers(stage: Stage, tiny: ModuleType) -> None:
+def test_rows_that_have_to_leave_come_back_with_the_same_answers(
+    stage: Stage, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "GROWTH_TOKENS", 16)  # both are let in, and both grow into a second block
     placement = tiny.slices(6, [1, 1])
-    turn: Turn = [greedy(f"{i}", words(150 + i, seed=i), 290) for i in range(2)]
+    turn: Turn = [greedy(f"{i}", words(150 + i, seed=i), 120) for i in range(2)]
     tight = stage.play(tiny.llama(), placement, turn, kv=of_tokens(3 * 256, 100_000), ahead=1)
     assert tight.num_preempted > 0
     assert tight.tokens == stage.play(tiny.llama(), placement, turn, prefix=OFF).tokens
