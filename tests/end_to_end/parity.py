@@ -303,7 +303,11 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}")
     elif isinstance(value, list):
-        for number, item in enumerate(value):  # how many tokens come in an event depends on timing
+        for number, item in enumerate(value):
+            if path == ".choices" and isinstance(item, dict):  # in which order they speak depends on timing
+                number = item["index"]
+                item = {key: part for key, part in item.items() if key != "index"}
+            # And so does how many tokens come in an event.
             yield from _leaves(item, f"{path}[{'*' if 'logprobs' in path else number}]")
     else:
         yield path, value
