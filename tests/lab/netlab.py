@@ -151,6 +151,7 @@ class Lab:
     def _start(self) -> None:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
         self._ip("netns", "add", self._switch)
         self._ip("-n", self._switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
         self._ip("-n", self._switch, "link", "set", "br0", "up")
@@ -236,13 +237,23 @@ class Lab:
     def stop(self) -> None:
         """End everything that lives in the lab's namespaces, and remove them."""
         for name in (*map(self.namespace, self.hosts), self._switch):
-            if Path(f"/run/netns/{name}").exists():
-                self._kill_all(name)
-                self._ip("netns", "del", name)
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+            self._remove(name)
         for sshd in self._sshds.values():
             sshd.wait()
         self._sshds.clear()
+
+    def _remove(self, name: str) -> None:
+        if Path(f"/run/netns/{name}").exists():
+            self._kill_all(name)
+            self._ip("netns", "del", name)
+        shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        """Of labs whose test run was killed: their names carry its pid."""
+        for path in Path("/run/netns").glob("mm*-*"):
+            pid = path.name.removeprefix("mm").partition("-")[0]
+            if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                self._remove(path.name)
 
     def _kill_all(self, space: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
