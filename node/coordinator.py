@@ -407,10 +407,14 @@ class Coordinator:
             self._set_placement(placement)
 
     async def _inspect(self, model: Path) -> None:
-        adapter = Path(self._config.adapter) if self._config.adapter else None
-        found = await inspect_model(self._programs.inspect, model, self.deadlines.spawn_s, adapter)
-        self._footprint = with_kv_options(found, self.mesh.kv_options)
+        self._footprint = await self._sizes_of(model, self._config.adapter)
         self._changed.set()
+
+    async def _sizes_of(self, model: Path, adapter: str) -> ModelFootprint:
+        """With caches as this mesh keeps them. Raises PlacementError."""
+        folder = Path(adapter) if adapter else None
+        found = await inspect_model(self._programs.inspect, model, self.deadlines.spawn_s, folder)
+        return with_kv_options(found, self.mesh.kv_options)
 
     async def _plan_epoch(self) -> EpochPlan:
         """Placement (once) and addresses. Raises PlacementError or BringUpError."""
@@ -612,12 +616,14 @@ class Coordinator:
             if problem := await asyncio.to_thread(tokenizer_problem, folder):
                 raise PreflightError(problem)
             is_first = request.model == self._config.model
-            adapter = Path(self._config.adapter) if is_first and self._config.adapter else None
-            footprint = await inspect_model(self._programs.inspect, folder, self.deadlines.spawn_s, adapter)
+            footprint = await self._sizes_of(folder, self._config.adapter if is_first else "")
+            if not self._desk.is_ready or self.roster.epoch.number != epoch:
+                raise BringUpError("the mesh began anew meanwhile; ask again when it is ready")
             placement = place_model(self.roster, footprint, [seat.index for seat, _ in self.roster.placed()])
-        except MeshError as error:
+        except (MeshError, OSError) as error:
             self._is_switching = False
-            code = "model_does_not_fit" if isinstance(error, PlacementError) else "model_unusable"
+            known = {PlacementError: "model_does_not_fit", BringUpError: "not_ready"}
+            code = known.get(type(error), "model_unusable")
             self._front.send(NodeReply(id=request.id, error=code, message=str(error), epoch=epoch))
             return
         self._switch = Switch(Served(request.model, folder, footprint, placement, is_first), old)
@@ -647,9 +653,10 @@ class Coordinator:
         """From the next epoch on; the proxy that knows this model's text begins at once."""
         self._served_name, self._model, self._footprint = served.name, served.folder, served.footprint
         self._next_cause = why
-        if served.placement is not None:
+        seated = [self.roster.host_of(rank) for rank in range(self.roster.world_size)]
+        if served.placement is not None and [one.host for one in served.placement.shards] == seated:
             self._set_placement(served.placement)
-        else:
+        else:  # hosts came or went: it is planned for those that are there
             self._placement = None
         await self._front.replace(self._proxy_config(), self.deadlines.stop_s)
 
@@ -667,9 +674,12 @@ class Coordinator:
 
     def _end_switch(self) -> None:
         """An epoch is ready: of the new model, or of the old one again."""
-        if self._switch is not None and self._switch.has_begun:
-            self._told_of_switch, self._switch = f"{self._switch.new.name} is served", None
-        if self._switch is None:
+        switch, self._switch = self._switch, None
+        if switch is not None and switch.has_begun:
+            self._told_of_switch = f"{switch.new.name} is served"
+        elif switch is not None:  # it was planned for ranks that may be others now
+            self._told_of_switch = f"{switch.new.name} is not loaded: the mesh began anew before; ask again"
+        if switch is not None or self._desk.closed_because:  # else somebody may be planning one right now
             self._desk.closed_because, self._is_switching = "", False
 
     def _give_up_one_of(self, verdict: Verdict) -> bool:

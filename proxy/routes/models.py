@@ -16,6 +16,8 @@ from mlx_mesh.proxy.services import Services
 
 router = APIRouter()
 
+MAX_NAME_CHARS = 1024
+
 _STATUS_OF_REFUSAL = {"model_not_allowed": 403, "not_ready": 503}
 """Of other refusals: 409, the model or the mesh as it is now cannot do that."""
 
@@ -38,6 +40,8 @@ async def switch(request: Request) -> Response:
     model = body.get("model")
     if not isinstance(model, str) or not model or set(body) != {"model"}:
         raise invalid("Give the one field 'model', a text.", param="model")
+    if len(model) > MAX_NAME_CHARS:
+        raise invalid(f"Invalid 'model': at most {MAX_NAME_CHARS} characters.", param="model")
     reply = await services.client.switch_model(model)
     if reply.error:
         status = _STATUS_OF_REFUSAL.get(reply.error, 409)

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.messages import Failed, MeshReady, NodeReply, SwitchModel
+from mlx_mesh.node import coordinator
 from mlx_mesh.node.switching import refusal
 
 
@@ -99,3 +101,33 @@ async def test_what_cannot_be_loaded_is_refused_and_the_old_model_serves_on(
         line.submit("next", 3)
         assert (await line.answer("next"))[1] == "length"
         assert (await line.status()).epoch == 1
+
+
+async def test_a_model_whose_caches_cannot_be_kept_as_the_mesh_keeps_them_is_refused(
+    run_mesh: Any, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run_mesh() as mesh:
+        _, line = await up(mesh, other)
+
+        def refuse(footprint: Any, options: Any) -> Any:
+            raise PlacementError("its keys and values cannot be quantised")
+
+        monkeypatch.setattr(coordinator, "with_kv_options", refuse)
+        reply = await order(line, other)
+        assert (reply.error, reply.is_changing) == ("model_does_not_fit", False)
+        assert "quantised" in reply.message
+
+
+async def test_what_goes_wrong_while_a_model_is_looked_at_ends_no_mesh(
+    run_mesh: Any, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(folder: Path) -> str:
+        raise PermissionError("not for you")
+
+    async with run_mesh() as mesh:
+        _, line = await up(mesh, other)
+        monkeypatch.setattr(coordinator, "tokenizer_problem", broken)
+        reply = await order(line, other)
+        assert (reply.error, reply.message) == ("model_unusable", "not for you")
+        line.submit("next", 3)
+        assert (await line.answer("next"))[1] == "length"

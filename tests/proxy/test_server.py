@@ -139,7 +139,7 @@ def test_another_model_is_asked_for_by_a_post_that_says_whether_it_comes(
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert ("retry-after" in response.headers) == (status == 503)
     assert set(front.coordinator.changes) == {("switch", "org/other")}
-    for body in ({}, {"model": 1}, {"model": "x", "force": True}):
+    for body in ({}, {"model": 1}, {"model": "x", "force": True}, {"model": "x" * 1025}):
         assert front.post(path, body).json()["error"]["param"] == "model"
     assert front.post("/v1/models/unload", {}).json()["error"]["code"] == "cannot_unload"
 
