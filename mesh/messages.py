@@ -283,6 +283,7 @@ class Load(Message, frozen=True):
     context_length: int
     adapter: str = ""  # folder of a LoRA or DoRA adapter; '' = none
     is_switched: bool = False  # another model than the first: `model` names it alike on all hosts
+    model_digest: str = ""  # of such a folder on the leader, see facts.digest_model; '' = not compared
     is_paranoid: bool = False  # report a StepDigest after every step
     kv: KvBudget = KvBudget()  # of all ranks; the leader admits by it
     prefix: PrefixSettings = PrefixSettings()

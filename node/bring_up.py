@@ -46,6 +46,7 @@ class EpochPlan:
     addresses: AddressPlan
     model: str
     is_switched: bool
+    model_digest: str  # see Load
     max_sequences: int
     prefill_step_size: int
     context_length: int
@@ -199,6 +200,7 @@ async def _load(control: Control, plan: EpochPlan) -> None:
             Load(
                 model=plan.model,
                 is_switched=plan.is_switched,
+                model_digest=plan.model_digest,
                 placement=plan.placement,
                 max_sequences=plan.max_sequences,
                 prefill_step_size=plan.prefill_step_size,

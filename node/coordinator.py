@@ -53,7 +53,7 @@ from mlx_mesh.node.children import Programs
 from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
 from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
 from mlx_mesh.node.embedder import Embedder
-from mlx_mesh.node.facts import resolve_model
+from mlx_mesh.node.facts import digest_model, resolve_model
 from mlx_mesh.node.front import Front
 from mlx_mesh.node.gathering import (
     backend_of,
@@ -150,6 +150,7 @@ class Coordinator:
         self._backend = BackendChoice(backend=Backend.AUTO, reason="")
         self._addresses = AddressPlan()
         self._served_name = self._config.model
+        self._served_digest = ""
         self._switch: Switch | None = None
         self._is_switching = False
         self._told_of_switch = ""
@@ -438,6 +439,7 @@ class Coordinator:
             addresses=self._addresses,
             model=self._served_name,
             is_switched=self._served_name != self._config.model,
+            model_digest=self._served_digest,
             max_sequences=self.mesh.max_sequences,
             prefill_step_size=self.mesh.prefill_step_size or (_PIPELINE_PREFILL if is_pipeline else _PREFILL),
             context_length=self._context_length(),
@@ -610,12 +612,20 @@ class Coordinator:
         assert self._footprint is not None and self._model is not None
         epoch = self.roster.epoch.number
         was_first = self._served_name == self._config.model
-        old = Served(self._served_name, self._model, self._footprint, self._placement, was_first)
+        old = Served(
+            self._served_name,
+            self._model,
+            self._footprint,
+            self._placement,
+            self._served_digest,
+            is_first=was_first,
+        )
         try:
             folder = await asyncio.to_thread(resolve_model, request.model)
             if problem := await asyncio.to_thread(tokenizer_problem, folder):
                 raise PreflightError(problem)
             is_first = request.model == self._config.model
+            digest = "" if is_first else await asyncio.to_thread(_digest_of, request.model, folder)
             footprint = await self._sizes_of(folder, self._config.adapter if is_first else "")
             if not self._desk.is_ready or self.roster.epoch.number != epoch:
                 raise BringUpError("the mesh began anew meanwhile; ask again when it is ready")
@@ -626,7 +636,8 @@ class Coordinator:
             code = known.get(type(error), "model_unusable")
             self._front.send(NodeReply(id=request.id, error=code, message=str(error), epoch=epoch))
             return
-        self._switch = Switch(Served(request.model, folder, footprint, placement, is_first), old)
+        new = Served(request.model, folder, footprint, placement, digest, is_first=is_first)
+        self._switch = Switch(new, old)
         message = f"{request.model} is loaded in place of {old.name}; /ready says when it serves."
         self._front.send(NodeReply(id=request.id, message=message, epoch=epoch, is_changing=True))
         self._changed.set()
@@ -652,6 +663,7 @@ class Coordinator:
     async def _serve_instead(self, served: Served, why: str) -> None:
         """From the next epoch on; the proxy that knows this model's text begins at once."""
         self._served_name, self._model, self._footprint = served.name, served.folder, served.footprint
+        self._served_digest = served.digest
         self._next_cause = why
         seated = [self.roster.host_of(rank) for rank in range(self.roster.world_size)]
         if served.placement is not None and [one.host for one in served.placement.shards] == seated:
@@ -864,6 +876,11 @@ def _name_of(model: str) -> str:
     """A hub id as it is, of a folder its name."""
     given = Path(model).expanduser()
     return given.resolve().name if given.is_dir() else model
+
+
+def _digest_of(model: str, folder: Path) -> str:
+    """'' of a hub id, whose files come from the hub on all hosts. Raises PreflightError."""
+    return digest_model(folder) if Path(model).expanduser().is_dir() else ""
 
 
 def _no_verdict() -> Verdict:

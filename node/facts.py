@@ -181,6 +181,17 @@ def digest_model(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def check_same_model(folder: Path, digest: str) -> None:
+    """Raises PreflightError unless the model here has this digest, which is the leader's."""
+    own = digest_model(folder)
+    if own != digest:
+        raise PreflightError(
+            f"the model in {folder} on {socket.gethostname()} is another one than on the leader (digests "
+            f"{own[:16]} and {digest[:16]}: config.json, index, names and sizes of weight files). Copy the "
+            "same folder to all hosts."
+        )
+
+
 # ---------------------------------------------------------------- hardware
 
 

@@ -17,6 +17,7 @@ class Served:
     folder: Path  # on the leader
     footprint: ModelFootprint
     placement: Placement | None  # None = to be planned for the hosts that are there
+    digest: str = ""  # of a folder that every rank compares with its own; the first model was compared before
     is_first: bool = False  # the one that the mesh was started with, which each host keeps where it likes
 
 

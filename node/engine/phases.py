@@ -31,6 +31,7 @@ from mlx_mesh.node.engine.prefix_planner import PrefixPlanner, Stored
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.scheduler import Scheduler
 from mlx_mesh.node.engine.shard import LoadedShard, check_cuts, load_shard
+from mlx_mesh.node.facts import check_same_model
 from mlx_mesh.node.hub import fetch_for_layers
 
 PREFILL_STEP_SIZE = {Sharding.NONE: 2048, Sharding.TENSOR: 2048, Sharding.PIPELINE: 512}
@@ -101,6 +102,8 @@ def load(
             f"{group.backend.value} does not offer here. Use `backend: ring` or `sharding: tensor`.",
         )
     reporter.enter(Phase.LOADING)
+    if command.model_digest:
+        check_same_model(Path(command.model), command.model_digest)
     limit_bytes = placement.shards[config.rank].memory_limit_bytes
     if limit_bytes:
         mx.set_memory_limit(limit_bytes)

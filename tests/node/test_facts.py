@@ -135,3 +135,14 @@ def test_the_command_prints_the_facts_as_its_last_line_without_importing_mlx(mod
     found = msgspec.json.decode(done.stdout.splitlines()[-1], type=HostFacts)
     assert found.model_digest == facts.digest_model(model) and found.versions.mlx
     assert not any(line.endswith(" mlx.core") for line in done.stderr.splitlines())
+
+
+def test_a_rank_whose_folder_has_another_model_than_the_leaders_says_so(tmp_path: Path) -> None:
+    for name, size in (("leader", 8), ("follower", 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(size))
+    digest = facts.digest_model(tmp_path / "leader")
+    facts.check_same_model(tmp_path / "leader", digest)
+    with pytest.raises(PreflightError, match="another one than on the leader"):
+        facts.check_same_model(tmp_path / "follower", digest)

@@ -12,6 +12,7 @@ import pytest
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.messages import Failed, MeshReady, NodeReply, SwitchModel
 from mlx_mesh.node import coordinator
+from mlx_mesh.node.facts import digest_model
 from mlx_mesh.node.switching import refusal
 
 
@@ -65,7 +66,9 @@ async def test_an_open_answer_finishes_new_ones_are_told_to_wait_and_the_other_m
         line = await next_ready(mesh, leader, 2)
         status = await line.status()
         assert (status.model, status.switch) == ("other", f"{other} is served")
-        assert "proxy serves other" in (mesh.state / "mac1" / "test" / "logs" / "rank-0.log").read_text()
+        logs = mesh.state / "mac1" / "test" / "logs"
+        assert "proxy serves other" in (logs / "rank-0.log").read_text()
+        assert all(f"digest {digest_model(other)}" in path.read_text() for path in logs.glob("rank-?.log"))
         line.submit("next", 3)
         assert (await line.answer("next"))[1] == "length"
         back = await order(line, model)
