@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -41,12 +42,21 @@ REQUEST_S = 300.0
 """One request, waiting included."""
 
 MAX_OPEN = 256
+MAX_OPEN_ITEMS = 64_000_000
+"""Characters and token ids of all open requests, unless there is only one: the embedder holds them all."""
+
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 RETRY_AFTER_S = 5
 _TICK_S = 0.25
 _EXIT_S = 10.0
 _NUM_LINES = 15
 _CANNOT_LOAD = 2  # failure.EXIT_STATUS["config"]: another start would meet the same files
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    until: float  # then it is too late
+    num_items: int
 
 
 class Embedder:
@@ -77,7 +87,7 @@ class Embedder:
         self._child: Child | None = None
         self._pipe: AsyncPipe[EmbedderReport] | None = None
         self._ready: EmbedderReady | None = None
-        self._open: dict[str, float] = {}  # request -> when it is too late
+        self._open: dict[str, _Open] = {}
         self._heard_at = 0.0
         self._reason = "the embedding model is loading"
         self._is_stopping = False
@@ -90,15 +100,17 @@ class Embedder:
     # ------------------------------------------------------------ the proxy's side
 
     def submit(self, request: Embed) -> None:
+        num_items = sum(map(len, request.inputs))
+        num_open_items = sum(one.num_items for one in self._open.values())
         if self._pipe is None or self._ready is None:
             self._fail(request.id, "not_ready", f"No embeddings now: {self._reason}.", RETRY_AFTER_S)
-        elif len(self._open) >= MAX_OPEN:
+        elif len(self._open) >= MAX_OPEN or (self._open and num_open_items + num_items > MAX_OPEN_ITEMS):
             message = f"{len(self._open)} requests for embeddings are open; try again later."
             self._fail(request.id, "queue_full", message, RETRY_AFTER_S)
         else:
             if not self._open:
                 self._heard_at = self._now()
-            self._open[request.id] = self._now() + self._request_s
+            self._open[request.id] = _Open(self._now() + self._request_s, num_items)
             self._pipe.send(request)
 
     def cancel(self, request_id: str) -> None:
@@ -240,7 +252,7 @@ class Embedder:
             if now - born_at > self._load_s:
                 return f"did not load its model within {self._load_s:g} s"
             return ""
-        for request_id in [one for one, until in self._open.items() if now > until]:
+        for request_id in [one for one, entry in self._open.items() if now > entry.until]:
             self.cancel(request_id)
             self._fail(request_id, "timeout", f"No embeddings within {self._request_s:g} s.")
         if self._open and now - self._heard_at > self._stall_s:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from mlx_mesh.mesh.errors import PreflightError
-from mlx_mesh.mesh.messages import Embed, Embedded, Failed, Metric, ProxyEvent
+from mlx_mesh.mesh.messages import Embed, Embedded, EmbedderReady, Failed, Metric, ProxyEvent
+from mlx_mesh.node import embedder as embedder_module
 from mlx_mesh.node.children import Programs, child_environment
 from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.facts import EMBEDDER_BYTES, gather_facts
@@ -150,3 +151,30 @@ def test_the_leader_has_less_memory_for_ranks_by_the_embedding_model(
     folder = Path(shutil.copytree(tiny_bert, tmp_path / "bert"))
     (folder / "model.safetensors").unlink()
     assert "no weights" in gather_facts(str(tiny_llama), "", str(folder)).embedding_error
+
+
+def test_open_requests_together_are_bounded_by_their_size_and_one_alone_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedder_module, "MAX_OPEN_ITEMS", 100)
+
+    class Pipe:
+        def send(self, message: object) -> None:
+            taken.append(message)
+
+    async def scenario() -> list[ProxyEvent]:
+        desk = Desk(tmp_path)
+        monkeypatch.setattr(desk.embedder, "_pipe", Pipe())
+        monkeypatch.setattr(
+            desk.embedder, "_ready", EmbedderReady(num_dimensions=1, max_tokens=9, weights_bytes=1)
+        )
+        for number, inputs in enumerate((("a" * 150,), ("b",))):
+            desk.embedder.submit(Embed(id=f"{number}", inputs=inputs))
+        desk.embedder.cancel("0")
+        desk.embedder.submit(Embed(id="2", inputs=("c" * 60, tuple(range(30)))))
+        return [desk.events.get_nowait() for _ in range(desk.events.qsize())]
+
+    taken: list[object] = []
+    (refused,) = asyncio.run(scenario())
+    assert isinstance(refused, Failed) and (refused.id, refused.code) == ("1", "queue_full")
+    assert [message.id for message in taken if isinstance(message, Embed)] == ["0", "2"]
