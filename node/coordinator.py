@@ -54,7 +54,7 @@ from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
 from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
 from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.facts import digest_model, resolve_model
-from mlx_mesh.node.front import Front
+from mlx_mesh.node.front import Front, ProxyFailed
 from mlx_mesh.node.gathering import (
     backend_of,
     compare_hosts,
@@ -153,6 +153,7 @@ class Coordinator:
         self._served_digest = ""
         self._switch: Switch | None = None
         self._is_switching = False
+        self._front_refusal = ""  # why the front end cannot serve the model that was switched to
         self._told_of_switch = ""
         self._next_cause = "start"
         self._was_ready = False
@@ -243,7 +244,11 @@ class Coordinator:
 
     def _helper_done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._helper_error = self._helper_error or error
+            if isinstance(error, ProxyFailed) and self._switch is not None and self._switch.has_begun:
+                self._front_refusal = str(error)  # of the new model's text: the old one comes back
+                self._help(self._front.run(), "proxy")
+            else:
+                self._helper_error = self._helper_error or error
             self._changed.set()
 
     async def _main_loop(self) -> None:
@@ -254,6 +259,7 @@ class Coordinator:
                 plan = await self._plan_epoch()
                 self._begin_epoch()
                 await bring_up(self, plan)
+                await self._wait_for_front()
                 self._open()
                 await self._serve()
             except EpochBroken as broken:
@@ -261,7 +267,10 @@ class Coordinator:
             except _LeaveEpoch as leave:
                 await self._leave_epoch(str(leave))
             except _SwitchModel:
-                await self._begin_switch()
+                try:
+                    await self._begin_switch()
+                except EpochBroken as broken:  # before it began: the old model goes on, and its requests
+                    budget = await self._recover(broken.verdict, budget)
 
     async def _shutdown(self, reason: str, exit_code: ExitCode) -> None:
         self._desk.drain()
@@ -319,6 +328,9 @@ class Coordinator:
         """Raise what must end the wait."""
         if self._helper_error is not None:
             raise self._helper_error
+        if self._front_refusal:
+            refusal, self._front_refusal = self._front_refusal, ""
+            raise EpochBroken(Verdict(None, self.roster.host_of(0), Phase.LOADING, refusal, retryable=False))
         if self._stop_reason is not None and (self._is_hurried or not self._is_ready):
             raise _Stopped
         if self.roster.epoch.is_open:
@@ -642,19 +654,35 @@ class Coordinator:
         self._front.send(NodeReply(id=request.id, message=message, epoch=epoch, is_changing=True))
         self._changed.set()
 
+    async def _wait_for_front(self) -> None:
+        """After a switch: a model is served once there is a front end that can put its text into tokens."""
+        if self._switch is None or not self._switch.has_begun:
+            return
+        limit_s = self.deadlines.spawn_s + _SLACK_S
+        late = Verdict(
+            None,
+            self.roster.host_of(0),
+            Phase.READY,
+            f"its front end is not there after {limit_s:g} s (spawn_s)",
+        )
+        await self.wait(lambda: self._front.is_ready, self.timer(limit_s), lambda: late)
+
     async def _begin_switch(self) -> None:
-        """Let open requests finish, then end the epoch of the old model."""
+        """Let open requests finish, then end the epoch of the old model. Raises EpochBroken when that breaks
+        meanwhile: then nothing is switched."""
         assert self._switch is not None
         switch = self._switch
         why = f"switching from {switch.old.name} to {switch.new.name}"
         self._output.note(why)
         self._desk.closed_because = f"The mesh is {why}"
-        with contextlib.suppress(EpochBroken):
+        over = Verdict(None, "", Phase.READY, "drain_s is over")
+        try:
             await self.wait(
-                lambda: not len(self._desk.journal),
-                self.timer(self.deadlines.drain_s),
-                lambda: Verdict(None, "", Phase.READY, "drain_s is over"),
+                lambda: not len(self._desk.journal), self.timer(self.deadlines.drain_s), lambda: over
             )
+        except EpochBroken as broken:
+            if broken.verdict is not over:
+                raise
         self._desk.fail_all("switching_model", f"The mesh is {why}.", RETRY_AFTER_S)
         switch.has_begun = True
         await self._leave_epoch(why)

@@ -69,7 +69,9 @@ class _Answering:
 
     def wait(self) -> None:
         """Until the rank before has measured. Raises what went wrong."""
-        self._thread.join()
+        self._thread.join(max(0.0, self._deadline - time.monotonic()) + IO_S)
+        if self._thread.is_alive():
+            raise self._did_not_come()
         if self._error is not None:
             raise self._error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,39 @@ async def test_a_model_that_one_rank_cannot_load_brings_the_old_one_back(run_mes
         line = await next_ready(mesh, leader, 3)
         status = await line.status()
         assert status.model == "model" and "did not come up" in status.switch
+        line.submit("next", 3)
+        assert (await line.answer("next"))[1] == "length"
+
+
+async def test_a_front_end_that_refuses_the_new_models_text_brings_the_old_one_back(
+    run_mesh: Any, other: Path
+) -> None:
+    async with run_mesh() as mesh:
+        mesh.proxy_script["start other"] = "exit:2"
+        leader, line = await up(mesh, other)
+        assert (await order(line, other)).is_changing
+        await leader.output.wait_for(MeshReady, lambda event: event.epoch >= 2)
+        line = await mesh.connect((await leader.output.wait_for(MeshReady)).url)
+        await line.ready()
+        status = await line.status()
+        assert status.model == "model" and "the proxy has a problem" in status.switch
+        line.submit("next", 3)
+        assert (await line.answer("next"))[1] == "length"
+
+
+async def test_a_rank_that_dies_before_a_switch_begins_costs_the_switch_and_no_request(
+    run_mesh: Any, other: Path
+) -> None:
+    async with run_mesh() as mesh:
+        leader, line = await up(mesh, other)
+        line.submit("open", 60)
+        assert (await order(line, other)).is_changing
+        os.kill((await line.status()).ranks[1].engine_pid, signal.SIGKILL)
+        ids, how = await line.answer("open")
+        assert (ids[-1], how) == (mesh.undisturbed_tokens(60)[-1], "length")
+        await leader.output.wait_for(MeshReady, lambda event: event.epoch == 2)
+        status = await line.status()
+        assert status.model == "model" and "is not loaded" in status.switch
         line.submit("next", 3)
         assert (await line.answer("next"))[1] == "length"
 

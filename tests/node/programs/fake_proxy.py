@@ -1,6 +1,7 @@
 """A proxy without HTTP: whoever connects sends ProxyRequests and gets ProxyEvents, as JSON lines.
 
-fake_proxy.py --script FILE --fd N      FILE: JSON with "start": "" | "exit:STATUS" | "hang"
+fake_proxy.py --script FILE --fd N      FILE: JSON with "start": "" | "exit:STATUS" | "hang",
+and the same for a model that is served, under "start " and its name
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from mlx_mesh.node.client import read_config
 from mlx_mesh.node.pipe import AsyncPipe
 
 
-async def main(fd: int, action: str) -> None:
+async def main(fd: int, scripted: dict[str, str]) -> None:
     sock = socket.socket(fileno=fd)
     config = read_config(sock)
+    action = scripted.get(f"start {config.model_id}", scripted.get("start", ""))
     sock.setblocking(False)
     print("proxy serves", config.model_id, flush=True)
     if action.startswith("exit:"):
@@ -73,4 +75,4 @@ async def main(fd: int, action: str) -> None:
 if __name__ == "__main__":
     arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     scripted = json.loads(Path(arguments["--script"]).read_text())
-    asyncio.run(main(int(arguments["--fd"]), scripted.get("start", "")))
+    asyncio.run(main(int(arguments["--fd"]), scripted))
