@@ -18,7 +18,6 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     os_build: str = ""
     hardware_model: str = ""
     hardware_uuid: str = ""
-    memory_limit_mb: int = 0  # iogpu.wired_limit_mb; 0 = macOS's own
     swap_used_bytes: int = 0
     disk_free_bytes: int = 0  # where models are looked up
     max_open_files: int = 0
@@ -28,7 +27,6 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     is_lid_closed: bool = False
     firewall: str = ""  # off, on, all = blocks everything that comes in
     rdma_status: str = ""  # of rdma_ctl: enabled, disabled
-    services: dict[str, tuple[str, bool]] = {}  # device -> (network service, enabled)
     dhcp: tuple[str, ...] = ()  # interfaces that hold a lease
     routes: tuple[Route, ...] = ()
     helpers: tuple[str, ...] = ()  # other programs' daemons that change Thunderbolt networks

@@ -21,7 +21,6 @@ class IfconfigEntry(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     flags: tuple[str, ...]
     mtu: int = 0
-    ether: str = ""
     addresses: tuple[str, ...] = ()
     members: tuple[str, ...] = ()  # of a bridge
     status: str = ""  # active, inactive; '' = not said
@@ -68,13 +67,6 @@ def parse_hardware_ports(text: str) -> dict[str, str]:
     return {device: port.strip() for port, device in pairs}
 
 
-def parse_services(text: str) -> dict[str, tuple[str, bool]]:
-    """Device -> (service, enabled) of `networksetup -listnetworkserviceorder`."""
-    pattern = r"^\((\*|\d+)\) (.+)\n\(Hardware Port: .*, Device: (\S*)\)"
-    found = re.findall(pattern, text, re.MULTILINE)
-    return {device: (service.strip(), mark != "*") for mark, service, device in found if device}
-
-
 def parse_ifconfig(text: str) -> tuple[IfconfigEntry, ...]:
     """All interfaces, in the order of the output."""
     return tuple(
@@ -86,14 +78,12 @@ def _interface(block: str) -> IfconfigEntry:
     name = block.partition(":")[0].strip()
     flags = re.search(r"flags=\w+<([^>]*)>", block)
     mtu = re.search(r"\bmtu (\d+)", block)
-    ether = re.search(r"^\s+ether (\S+)", block, re.MULTILINE)
     status = re.search(r"^\s+status: (\S+)", block, re.MULTILINE)
     inet = re.findall(r"^\s+inet (\S+)(?: --> \S+)? netmask (\S+)", block, re.MULTILINE)
     return IfconfigEntry(
         name=name,
         flags=tuple(flags[1].split(",")) if flags and flags[1] else (),
         mtu=int(mtu[1]) if mtu else 0,
-        ether=ether[1] if ether else "",
         addresses=tuple(f"{address}/{_prefix_length(mask)}" for address, mask in inet),
         members=tuple(re.findall(r"^\s+member: (\S+)", block, re.MULTILINE)),
         status=status[1] if status else "",

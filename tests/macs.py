@@ -79,7 +79,6 @@ def transcript(mac: Mac) -> dict[str, str]:
         "sw_vers": f"ProductName:\t\tmacOS\nProductVersion:\t\t{mac.version}\nBuildVersion:\t\t{mac.build}\n",
         "system_profiler SPThunderboltDataType -json": json.dumps({"SPThunderboltDataType": _buses(mac)}),
         "networksetup -listallhardwareports": _hardware_ports(mac),
-        "networksetup -listnetworkserviceorder": _services(mac),
         "ifconfig -a": _ifconfig(mac),
         "ibv_devices": _rdma_devices(mac),
         "rdma_ctl status": "enabled\n" if mac.has_rdma else "disabled\n",
@@ -137,14 +136,6 @@ def _hardware_ports(mac: Mac) -> str:
         for port, device in _port_names(mac)
     ]
     return "".join(blocks) + "\nVLAN Configurations\n===================\n"
-
-
-def _services(mac: Mac) -> str:
-    lines = ["An asterisk (*) denotes that a network service is disabled."]
-    for number, (port, device) in enumerate(_port_names(mac), 1):
-        mark = "*" if device == "bridge0" and not mac.is_bridged else str(number)
-        lines += [f"({mark}) {port}", f"(Hardware Port: {port}, Device: {device})", ""]
-    return "\n".join(lines)
 
 
 def _ifconfig(mac: Mac) -> str:

@@ -16,7 +16,6 @@ from mlx_mesh.mesh.macos import (
     parse_pmset,
     parse_rdma_devices,
     parse_routes,
-    parse_services,
     parse_swap_used,
     parse_thunderbolt,
 )
@@ -29,12 +28,6 @@ def test_hardware_ports_are_read_by_device(macs: ModuleType) -> None:
         and ports["en1"] == "Wi-Fi"
         and ports["bridge0"] == "Thunderbolt Bridge"
     )
-
-
-def test_a_disabled_service_is_known(macs: ModuleType) -> None:
-    services = parse_services(macs.transcript(macs.Mac())["networksetup -listnetworkserviceorder"])
-    assert services["bridge0"] == ("Thunderbolt Bridge", False)
-    assert services["en0"] == ("Ethernet", True)
 
 
 def test_interfaces_have_addresses_members_and_state(macs: ModuleType) -> None:
