@@ -68,7 +68,7 @@ def check_memory(mesh: Any) -> None:
 
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("batch_tokens", [24, pytest.param(NUM_TOKENS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("batch_tokens", [16, pytest.param(NUM_TOKENS, marks=pytest.mark.long)])
 def test_64_tokens_are_the_same_at_every_world_size_and_split(
     smollm2: Path, start_mesh: Any, tmp_path: Path, batch_tokens: int
 ) -> None:
