@@ -17,7 +17,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     os_version: str = ""
     os_build: str = ""
     hardware_model: str = ""
-    hardware_uuid: str = ""
+    hardware_uuid: str = ""  # a Mac's; Linux has only an id of its disk, which copies share
     swap_used_bytes: int = 0
     disk_free_bytes: int = 0  # where models are looked up
     max_open_files: int = 0

@@ -109,7 +109,6 @@ def _of_linux(common: HostReport) -> HostReport:
     return msgspec.structs.replace(
         common,
         has_openblas=None if has_gpu else bool(find_openblas()),
-        hardware_uuid=_read("/etc/machine-id"),
         swap_used_bytes=_linux_swap_used(_read("/proc/meminfo")),
     )
 

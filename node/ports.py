@@ -88,7 +88,7 @@ def port_holder(port: int) -> str:
     """Who listens on a port of this host, in words as far as the system tells; '' = nobody, or port 0."""
     if not port or not _answers(socket.AF_INET, ("127.0.0.1", port)):
         return ""
-    return (_holder_linux(port) if sys.platform == "linux" else _holder_lsof(port)) or "another program"
+    return _holder(port) or "another program"
 
 
 def reserve_data_ports(address: str, ranks: Sequence[int], num_per_rank: int) -> dict[int, tuple[str, ...]]:
@@ -126,8 +126,12 @@ def _hold_free_port(address: str, held: contextlib.ExitStack) -> int:
 
 def _by_whom(port: int) -> str:
     """ " by pid 123 (name)" where the system tells us, else ''."""
-    holder = _holder_linux(port) if sys.platform == "linux" else _holder_lsof(port)
+    holder = _holder(port)
     return f" by {holder}" if holder else ""
+
+
+def _holder(port: int) -> str:
+    return _holder_linux(port) if sys.platform == "linux" else _holder_lsof(port)
 
 
 def listening_inodes(proc_net_tcp: str, port: int) -> set[str]:

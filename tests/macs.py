@@ -33,6 +33,8 @@ class Mac:
     vpn: tuple[str, ...] = ()
     routes: tuple[tuple[str, str, str], ...] = ()  # destination, gateway, interface
     sleep_minutes: int = 0
+    mtu: int = 1500
+    cable_gbits: int = 0  # 0 = what the Mac can
     is_on_battery: bool = False
     is_lid_closed: bool = False
     wired_limit_mb: int = 0
@@ -111,7 +113,7 @@ def _bus(mac: Mac, port: int) -> dict[str, Any]:
         "device_name_key": mac.model,
         "domain_uuid_key": mac.own_id(port),
         "receptacle_1_tag": {
-            "current_speed_key": linked if peer else idle,
+            "current_speed_key": (f"{mac.cable_gbits} Gb/s" if mac.cable_gbits else linked) if peer else idle,
             "receptacle_id_key": str(port),
             "receptacle_status_key": f"receptacle_{'' if peer else 'no_devices_'}connected",
         },
@@ -140,7 +142,7 @@ def _hardware_ports(mac: Mac) -> str:
 
 def _ifconfig(mac: Mac) -> str:
     blocks = ["lo0: flags=8049<UP,LOOPBACK,RUNNING,MULTICAST> mtu 16384\n\tinet 127.0.0.1 netmask 0xff000000"]
-    blocks.append(_interface("en0", mac.ethernet, is_active=bool(mac.ethernet)))
+    blocks.append(_interface("en0", mac.ethernet, is_active=bool(mac.ethernet), mtu=mac.mtu))
     if not mac.ethernet_is_wifi:
         blocks.append(_interface("en1", mac.wifi, is_active=bool(mac.wifi)))
     for number, device in enumerate(mac.ports, 1):
@@ -155,9 +157,9 @@ def _ifconfig(mac: Mac) -> str:
     return "\n".join(blocks) + "\n"
 
 
-def _interface(name: str, addresses: Sequence[str], *, is_active: bool) -> str:
+def _interface(name: str, addresses: Sequence[str], *, is_active: bool, mtu: int = 1500) -> str:
     flags = "8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST>"
-    lines = [f"{name}: flags={flags} mtu 1500", "\tether 02:00:00:00:00:01"]
+    lines = [f"{name}: flags={flags} mtu {mtu}", "\tether 02:00:00:00:00:01"]
     for text in addresses:
         address, _, length = text.partition("/")
         mask = (0xFFFFFFFF << (32 - int(length))) & 0xFFFFFFFF

@@ -7,13 +7,8 @@ SIGUSR1 prints every thread's stack to stderr.
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import faulthandler
 import importlib
 import os
-import platform
-import signal
 import socket
 import sys
 import threading
@@ -27,18 +22,17 @@ from mlx_mesh.mesh.errors import ProtocolError
 from mlx_mesh.mesh.messages import EngineCommand, EngineConfig, EngineHello
 from mlx_mesh.mesh.types import Phase
 from mlx_mesh.node.engine.backend import (
-    drop_foreign_variables,
     import_mlx,
     loaded_versions,
     offered_backends,
 )
+from mlx_mesh.node.engine.birth import born
 from mlx_mesh.node.engine.commands import Commands
 from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EXIT_STATUS, EngineError, describe
 from mlx_mesh.node.engine.light import import_mlx_lm
 from mlx_mesh.node.engine.report import HeartbeatThread, Reporter, read_memory
 from mlx_mesh.node.pipe import BlockingPipe
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ending = threading.Lock()  # taken once, never given back
 
 
@@ -54,14 +48,7 @@ class Engine:
 
 def main(arguments: list[str] | None = None) -> int:
     """The whole life of an engine; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="mlx_mesh.node.engine", description="One rank's engine.")
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the agent")
-    sock = socket.socket(fileno=parser.parse_args(arguments).fd)
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
-    drop_foreign_variables()
+    sock = born("mlx_mesh.node.engine", "One rank's engine.", arguments)
     config = read_config(sock)
     reporter = Reporter(BlockingPipe(sock, msgspec.msgpack.Decoder(EngineCommand)))
     try:
@@ -150,18 +137,6 @@ def read_config(sock: socket.socket) -> EngineConfig:
     if config is None:
         sys.exit(EXIT_AGENT_GONE)
     return config
-
-
-def die_with_parent() -> None:
-    """On Linux have the kernel end this process with the thread that started it, even in a native call."""
-    if platform.system() != "Linux":
-        return
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended in between
-        sys.exit(EXIT_AGENT_GONE)
 
 
 if __name__ == "__main__":

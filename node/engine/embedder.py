@@ -7,12 +7,8 @@ so that a large request does not hold up a small one. Exit status: see failure.E
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import os
 import queue
-import signal
-import socket
 import sys
 import threading
 import traceback
@@ -36,8 +32,8 @@ from mlx_mesh.mesh.messages import (
     EmbedderStep,
     EmbedRefused,
 )
-from mlx_mesh.node.engine.__main__ import die_with_parent
-from mlx_mesh.node.engine.backend import drop_foreign_variables, import_mlx
+from mlx_mesh.node.engine.backend import import_mlx
+from mlx_mesh.node.engine.birth import born
 from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EXIT_STATUS, describe
 from mlx_mesh.node.pipe import BlockingPipe
 
@@ -169,14 +165,7 @@ def answer_of(job: Job) -> Embedded:
 
 def main(arguments: list[str] | None = None) -> int:
     """The whole life of an embedder; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="mlx_mesh.node.engine.embedder", description="Embeddings.")
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the agent")
-    sock = socket.socket(fileno=parser.parse_args(arguments).fd)
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
-    drop_foreign_variables()
+    sock = born("mlx_mesh.node.engine.embedder", "Embeddings.", arguments)
     config = BlockingPipe(sock, msgspec.msgpack.Decoder(EmbedderConfig)).receive()
     if config is None:
         return EXIT_AGENT_GONE

@@ -140,6 +140,9 @@ MAC_FAULTS: dict[str, tuple[dict[str, Any], str, Level]] = {
         "bridge",
         Level.NOTE,
     ),
+    "a slow cable": ({"cable_gbits": 40}, "thunderbolt", Level.WARN),
+    "another MTU": ({"mtu": 9000}, "mtu", Level.WARN),
+    "the Studio's port next to Ethernet": ({"model": "Mac15,14"}, "thunderbolt", Level.WARN),
     "Thunderbolt 4": ({"generation": 4}, "rdma", Level.NOTE),
     "RDMA was never enabled": ({"has_rdma": False}, "rdma", Level.NOTE),
 }

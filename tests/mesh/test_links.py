@@ -189,6 +189,11 @@ def test_wifi_is_taken_when_allowed_and_named_when_not(macs: ModuleType, seen: S
     assert ring_links(hosts, allow_wifi=True)["mac2"].link_class is LinkClass.WIFI
 
 
+def test_hosts_in_different_subnets_have_no_link(macs: ModuleType, seen: Seen) -> None:
+    hosts = [(f"mac{n}", seen(macs.Mac(number=n, ethernet=(f"192.168.{n}.9/24",)))) for n in (1, 2)]
+    assert ring_links(hosts, allow_wifi=True) == {}
+
+
 def test_each_rank_listens_on_the_cable_to_the_one_before_it(macs: ModuleType, seen: Seen) -> None:
     cables = [((1, 1), (2, 1)), ((2, 2), (3, 1)), ((3, 2), (1, 2))]
     nets = ["10.0.0.{}/30", "10.0.0.{}/30", "10.0.0.{}/30"]

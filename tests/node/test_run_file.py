@@ -46,6 +46,7 @@ def test_all_that_a_dead_agent_left_is_told(tmp_path: Path) -> None:
     me = identify(os.getpid())
     assert me is not None
     run_file.update(engines={1: me}, proxy=me, embedder=me)
+    assert list(leftovers_of(tmp_path)) == []  # its agent lives
     path = next(mesh.glob("agent-*.json"))
     record = msgspec.json.decode(path.read_bytes(), type=RunRecord)
     dead = msgspec.structs.replace(record.agent, pid=2**22 + 1)

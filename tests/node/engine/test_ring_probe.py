@@ -57,6 +57,19 @@ def test_the_ports_are_free_afterwards_even_for_one_that_shares_nothing() -> Non
             sock.bind((host, int(port)))
 
 
+def test_who_has_measured_finds_no_listener_any_more() -> None:
+    """MLX's first call after it would take this listener for MLX's own at the other side."""
+    addresses = free_addresses(2)
+    host, _, port = addresses[1][0].rpartition(":")
+    deadline = time.monotonic() + 30
+    answering = ring_probe._Answering(connect(1, addresses), 0, deadline)
+    with answering:
+        ring_probe._dial(connect(0, addresses), 1, deadline)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+        answering.wait()
+
+
 def test_a_stranger_does_not_take_the_place_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_probe, "HELLO_S", 0.2)
     addresses = free_addresses(2)
@@ -72,7 +85,9 @@ def test_a_stranger_does_not_take_the_place_of_a_rank(monkeypatch: pytest.Monkey
         wrong = socket.create_connection((host, int(port)))
         wrong.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         second = pool.submit(probe_ring, connect(1, addresses))
+        began = time.monotonic()
         assert first.result(30).peer == 1 and second.result(30).peer == 0
+        assert time.monotonic() - began < ring_probe.IO_S / 2  # the silent one is not waited for
         silent.close()
         wrong.close()
 
