@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-NUM_TOKENS = 64
 LONG = "Write a long story about a lighthouse keeper and the sea."
 BATCH = [  # four greedy, four sampled, together
     (LONG, 0.0),
@@ -68,9 +67,11 @@ def check_memory(mesh: Any) -> None:
 
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("batch_tokens", [16, pytest.param(NUM_TOKENS, marks=pytest.mark.long)])
-def test_64_tokens_are_the_same_at_every_world_size_and_split(
-    smollm2: Path, start_mesh: Any, tmp_path: Path, batch_tokens: int
+@pytest.mark.parametrize(
+    ("num_tokens", "batch_tokens"), [(24, 8), pytest.param(64, 64, marks=pytest.mark.long)]
+)
+def test_tokens_are_the_same_at_every_world_size_and_split(
+    smollm2: Path, start_mesh: Any, tmp_path: Path, num_tokens: int, batch_tokens: int
 ) -> None:
     uneven = tmp_path / "uneven.yaml"
     uneven.write_text("hosts:\n  - {name: here, local: true, slots: 3, layers: [13, 9, 8]}\n")
@@ -80,8 +81,8 @@ def test_64_tokens_are_the_same_at_every_world_size_and_split(
         extra = (str(uneven),) if "uneven" in split else ()
         with start_mesh(*arguments, *extra, "--model", str(smollm2)) as mesh:
             check_memory(mesh)
-            alone[split], length = stream(mesh, LONG, 0.0, NUM_TOKENS)
-            assert length == NUM_TOKENS == len(alone[split])
+            alone[split], length = stream(mesh, LONG, 0.0, num_tokens)
+            assert length == num_tokens == len(alone[split])
             with ThreadPoolExecutor(len(BATCH)) as pool:
                 answers = pool.map(lambda ask: stream(mesh, ask[0], ask[1], batch_tokens), BATCH)
                 batches[split] = [tokens for tokens, _ in answers]
