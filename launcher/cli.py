@@ -15,7 +15,14 @@ from typing import TextIO, cast
 import msgspec
 
 from mlx_mesh import __version__
-from mlx_mesh.launcher import bench_command, doctor_command, mcp_server, plan_command, verify_command
+from mlx_mesh.launcher import (
+    bench_command,
+    doctor_command,
+    mcp_server,
+    plan_command,
+    trust_command,
+    verify_command,
+)
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.chat import HELP, Chat, ChatSettings, ask_once, converse, piped_question
 from mlx_mesh.launcher.config import (
@@ -448,6 +455,8 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
     doctor.add_argument("--verbose", action="store_true", help="also what is right")
     doctor.add_argument("--json", action="store_true", help="machine-readable")
+
+    trust_command.add_parser(command)
 
     down = command("down", _down, "Stop a mesh.")
     status = command("status", _status, "Show a running mesh and its ranks.")

@@ -116,3 +116,11 @@ def fingerprint(key: str) -> str:
     """SHA256:... of a base64 key, as `ssh-keygen -l` prints it."""
     digest = sha256(base64.b64decode(key)).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def key_line(name: str, key_type: str, key: str, salt: bytes = b"") -> str:
+    """A line for known_hosts. With a salt (20 bytes) the name is written as a hash of it."""
+    if salt:
+        digest = hmac.new(salt, name.encode(), sha1).digest()
+        name = f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+    return f"{name} {key_type} {key}\n"

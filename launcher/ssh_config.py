@@ -15,7 +15,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha1
 from pathlib import Path
 
@@ -68,6 +68,8 @@ class SshSettings:
     kex: tuple[str, ...] = ()
     host_key_algorithms: tuple[str, ...] = ()
     min_rsa_bits: int = 0
+    hash_known_hosts: bool = False  # names of hosts are written as hashes
+    config_file: str = ""  # '' = ~/.ssh/config
 
     @property
     def command(self) -> str:
@@ -86,7 +88,7 @@ def read_settings(
     )
     for seen, fix in refusals(options):
         raise HostFault(host, "settings", f"{seen} (for {target})", fix)
-    return settings_from_options(target, options, dict(os.environ))
+    return replace(settings_from_options(target, options, dict(os.environ)), config_file=config_file or "")
 
 
 def parse_ssh_g(text: str) -> dict[str, list[str]]:
@@ -201,6 +203,7 @@ def settings_from_options(target: str, options: Options, environment: Mapping[st
         kex=names("kexalgorithms"),
         host_key_algorithms=names("hostkeyalgorithms"),
         min_rsa_bits=_positive(first("requiredrsasize")),
+        hash_known_hosts=first("hashknownhosts").lower() in ("yes", "true"),
     )
 
 

@@ -24,6 +24,7 @@ from mlx_mesh.launcher.ssh_config import SshSettings
 BANNER_TIMEOUT_S = 15.0
 KEY_EXCHANGE_TIMEOUT_S = 15.0
 AUTH_TIMEOUT_S = 20.0
+COMPARE = "compare it with `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` typed on that host"
 
 # What paramiko would log is told by HostFault; without a handler Python prints its tracebacks.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -34,31 +35,49 @@ def open_transport(
     host: str, settings: SshSettings, through: paramiko.Transport | None
 ) -> paramiko.Transport:
     """Resolve, connect, check the host key, authenticate. Raises HostFault."""
-    at = "" if settings.alias == host else f"{settings.alias}: "
-    sock = _connect(host, at, settings) if through is None else _tunnel(host, at, settings, through)
-    known = _read_known_hosts(settings)
-    transport: paramiko.Transport | None = None
+    known = read_known_hosts(settings)
+    transport = reach(host, settings, through, known)
     try:
-        try:
-            transport = paramiko.Transport(sock)
-            transport.daemon = True
-            _choose_algorithms(transport, settings, known)
-            _negotiate(transport)
-        except (paramiko.SSHException, EOFError, OSError, ValueError) as error:
-            raise HostFault(
-                host,
-                "connect",
-                f"{at}{settings.hostname} port {settings.port} does not speak SSH ({in_words(error)})",
-                f"see what `{settings.command}` says; is it an SSH server, neither overloaded nor stopped?",
-            ) from error
-        _check_host_key(host, at, settings, transport.get_remote_server_key(), known)
+        at = _at(host, settings)
+        check_host_key(host, at, settings, transport.get_remote_server_key(), known)
         _authenticate(host, at, settings, transport)
     except BaseException:
+        transport.close()
+        transport.sock.close()
+        raise
+    return transport
+
+
+def reach(
+    host: str, settings: SshSettings, through: paramiko.Transport | None, known: list[KnownKey]
+) -> paramiko.Transport:
+    """Resolve, connect and exchange keys, so that the host has shown its key and nothing more. Raises
+    HostFault."""
+    at = _at(host, settings)
+    sock = _connect(host, at, settings) if through is None else _tunnel(host, at, settings, through)
+    transport: paramiko.Transport | None = None
+    try:
+        transport = paramiko.Transport(sock)
+        transport.daemon = True
+        _choose_algorithms(transport, settings, known)
+        _negotiate(transport)
+    except BaseException as error:
         if transport is not None:
             transport.close()
         sock.close()
-        raise
+        if not isinstance(error, (paramiko.SSHException, EOFError, OSError, ValueError)):
+            raise
+        raise HostFault(
+            host,
+            "connect",
+            f"{at}{settings.hostname} port {settings.port} does not speak SSH ({in_words(error)})",
+            f"see what `{settings.command}` says; is it an SSH server, neither overloaded nor stopped?",
+        ) from error
     return transport
+
+
+def _at(host: str, settings: SshSettings) -> str:
+    return "" if settings.alias == host else f"{settings.alias}: "
 
 
 def _connect(host: str, at: str, settings: SshSettings) -> socket.socket:
@@ -157,7 +176,7 @@ def _negotiate(transport: paramiko.Transport) -> None:
         raise EOFError("the connection was closed before the key exchange")
 
 
-def _read_known_hosts(settings: SshSettings) -> list[KnownKey]:
+def read_known_hosts(settings: SshSettings) -> list[KnownKey]:
     known: list[KnownKey] = []
     for file in settings.known_hosts_files:
         with contextlib.suppress(OSError):  # a file that is not there knows nothing, as in OpenSSH
@@ -165,30 +184,21 @@ def _read_known_hosts(settings: SshSettings) -> list[KnownKey]:
     return known
 
 
-def _check_host_key(
+def check_host_key(
     host: str, at: str, settings: SshSettings, key: paramiko.PKey, known: list[KnownKey]
 ) -> None:
+    """Raises HostFault unless the key is the recorded one. `at` names the target where it is not the host."""
     key_type, text = key.get_name(), key.get_base64()
     kind = key_type.removeprefix("ssh-").removeprefix("ecdsa-sha2-").upper()
     print_of_it = known_hosts.fingerprint(text)
-    if key_type == "ssh-rsa" and key.get_bits() < settings.min_rsa_bits:
-        raise HostFault(
-            host,
-            "host key",
-            f"{at}its RSA key has {key.get_bits()} bits, and RequiredRSASize is {settings.min_rsa_bits}",
-            "make it a longer or an ED25519 host key",
-        )
+    check_size(host, at, settings, key)
     verdict = known_hosts.judge(known, settings.known_as, key_type, text)
     entry = verdict.entry
     if verdict.trust is Trust.KNOWN:
         return
-    compare = "compare it with `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` typed on that host"
-    file = settings.known_hosts_files[0] if settings.known_hosts_files else ""
-    trust_it = (
-        f"echo '{verdict.name} {key_type} {text}' >> {shlex.quote(file)}"
-        if file
-        else "set UserKnownHostsFile to a file for this host in ~/.ssh/config"
-    )
+    trust_it = f"mlx-mesh trust {shlex.quote(settings.alias)}"
+    if settings.config_file:
+        trust_it += f" --ssh-config {shlex.quote(settings.config_file)}"
     if verdict.trust is Trust.REVOKED:
         assert entry is not None
         raise HostFault(
@@ -204,20 +214,36 @@ def _check_host_key(
             "host key",
             f"{at}CHANGED host key: it shows {kind} {print_of_it}, but {entry.file} line {entry.line} has "
             f"{known_hosts.fingerprint(entry.key)}; the host was set up anew, or another machine answers",
-            f"{compare}; if it is right, forget the old key: ssh-keygen -R {shlex.quote(verdict.name)} -f "
+            f"{COMPARE}; if it is right, forget the old key: ssh-keygen -R {shlex.quote(verdict.name)} -f "
             f"{shlex.quote(entry.file)} and add the new one: {trust_it}",
         )
-    beside = ""
-    if entry is not None and entry.marker:
-        beside = f" ({entry.file} line {entry.line} has a @cert-authority for it, which is not supported)"
-    elif entry is not None:
-        beside = f" ({entry.file} line {entry.line} has only its {entry.key_type} key)"
     raise HostFault(
         host,
         "host key",
-        f"{at}UNKNOWN host key: {kind} {print_of_it} of {verdict.name} is in no known_hosts file{beside}",
-        f"{compare}; if it is right, add it: {trust_it}",
+        f"{at}UNKNOWN host key: {kind} {print_of_it} of {verdict.name} is in no known_hosts file"
+        f"{beside(entry)}",
+        f"{COMPARE}; if it is right, add it: {trust_it}",
     )
+
+
+def check_size(host: str, at: str, settings: SshSettings, key: paramiko.PKey) -> None:
+    """Raises HostFault for an RSA key that the settings call too short."""
+    if key.get_name() == "ssh-rsa" and key.get_bits() < settings.min_rsa_bits:
+        raise HostFault(
+            host,
+            "host key",
+            f"{at}its RSA key has {key.get_bits()} bits, and RequiredRSASize is {settings.min_rsa_bits}",
+            "make it a longer or an ED25519 host key",
+        )
+
+
+def beside(entry: KnownKey | None) -> str:
+    """What else known_hosts has of a host whose key is in none of its lines."""
+    if entry is None:
+        return ""
+    if entry.marker:
+        return f" ({entry.file} line {entry.line} has a @cert-authority for it, which is not supported)"
+    return f" ({entry.file} line {entry.line} has only its {entry.key_type} key)"
 
 
 class _AgentAt(AgentSSH):

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_mesh.launcher import known_hosts
+from mlx_mesh.launcher.cli import main
 from mlx_mesh.launcher.faults import HostFault
 from mlx_mesh.launcher.remote import CommandTimeout, Exit, run, run_program
 from mlx_mesh.launcher.ssh import SshHost, find_route
@@ -109,6 +111,13 @@ def test_a_command_that_is_late_is_given_up(start_sshd: StartSshd) -> None:
         run(host, ["/bin/sleep", "5"], b"", 0.5)
 
 
+def run_trust(command: str, fingerprint: str) -> None:
+    """The printed command, with the fingerprint that a person would have compared."""
+    program, *words = shlex.split(command)
+    assert program == "mlx-mesh"
+    assert main([*words, "--fingerprint", fingerprint]) == 0
+
+
 def test_an_unknown_host_key_is_refused_and_the_printed_command_repairs_it(start_sshd: StartSshd) -> None:
     sshd = start_sshd("a")
     sshd.add_host("box")
@@ -120,8 +129,7 @@ def test_an_unknown_host_key_is_refused_and_the_printed_command_repairs_it(start
     assert fault.step == "host key"
     assert "UNKNOWN host key" in fault.seen and "CHANGED" not in fault.seen and fingerprint in fault.seen
     assert sshd.known_hosts.read_text() == ""  # nothing was accepted silently
-    repair = fault.fix.partition("add it: ")[2]
-    subprocess.run(["sh", "-c", repair], check=True)
+    run_trust(fault.fix.partition("add it: ")[2], fingerprint)
     with connected(sshd):
         pass
 
@@ -140,7 +148,7 @@ def test_a_changed_host_key_is_refused_and_the_printed_commands_repair_it(start_
     assert words[:2] == ["ssh-keygen", "-R"]
     subprocess.run(words, check=True, capture_output=True)
     assert "UNKNOWN" in refused(sshd).seen
-    subprocess.run(["sh", "-c", add], check=True)
+    run_trust(add, str(known_hosts.fingerprint(sshd.public_host_key().split()[1])))
     with connected(sshd):
         pass
 
