@@ -18,7 +18,9 @@ from mlx_mesh import __version__
 from mlx_mesh.launcher import (
     bench_command,
     doctor_command,
+    init_command,
     mcp_server,
+    net_command,
     plan_command,
     trust_command,
     verify_command,
@@ -457,6 +459,8 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="machine-readable")
 
     trust_command.add_parser(command)
+    init_command.add_parser(command)
+    net_command.add_parser(command)
 
     down = command("down", _down, "Stop a mesh.")
     status = command("status", _status, "Show a running mesh and its ranks.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from mlx_mesh.mesh.macos import Route
+from mlx_mesh.mesh.macos import NetworkService, Route
 from mlx_mesh.mesh.types import HostFacts
 
 
@@ -29,6 +29,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     rdma_status: str = ""  # of rdma_ctl: enabled, disabled
     dhcp: tuple[str, ...] = ()  # interfaces that hold a lease
     routes: tuple[Route, ...] = ()
+    services: tuple[NetworkService, ...] = ()  # of macOS, in their order
     helpers: tuple[str, ...] = ()  # other programs' daemons that change Thunderbolt networks
     fast_synch: str = ""  # MLX_METAL_FAST_SYNCH of a process started as ours are
     port_holder: str = ""  # who listens on the HTTP port; '' = nobody

@@ -61,6 +61,24 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     interface: str
 
 
+class NetworkService(msgspec.Struct, frozen=True, kw_only=True):
+    """One service of `networksetup -listnetworkserviceorder`: what macOS keeps settings for."""
+
+    name: str
+    port: str  # hardware port, as in "Thunderbolt 1"
+    device: str
+    is_enabled: bool = True
+
+
+def parse_network_services(text: str) -> tuple[NetworkService, ...]:
+    """All services in their order. A disabled one has an asterisk for its number."""
+    found = re.findall(r"^\((\d+|\*)\) (.+)\n\(Hardware Port: (.+), Device: ([^)]*)\)", text, re.MULTILINE)
+    return tuple(
+        NetworkService(name=name.strip(), port=port.strip(), device=device, is_enabled=number != "*")
+        for number, name, port, device in found
+    )
+
+
 def parse_hardware_ports(text: str) -> dict[str, str]:
     """Device -> hardware port of `networksetup -listallhardwareports`, as in en2 -> "Thunderbolt 1"."""
     pairs = re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)", text, re.MULTILINE)

@@ -25,6 +25,7 @@ from mlx_mesh.mesh.macos import (
     is_lid_closed,
     is_on_battery,
     parse_key_values,
+    parse_network_services,
     parse_pmset,
     parse_routes,
     parse_swap_used,
@@ -54,6 +55,7 @@ _MAC_COMMANDS = {
     "firewall": [FIREWALL, "--getglobalstate"],
     "daemons": ["launchctl", "list"],
     "lease": ["ipconfig", "getpacket", "bridge0"],
+    "services": ["networksetup", "-listnetworkserviceorder"],
 }
 
 
@@ -94,6 +96,7 @@ def _of_mac(common: HostReport) -> HostReport:
         rdma_status=said["rdma"].strip(),
         dhcp=("bridge0",) if "op = " in said["lease"] else (),
         routes=parse_routes(said["routes"]),
+        services=parse_network_services(said["services"]),
         helpers=tuple(sorted({match.group() for match in HELPERS.finditer(said["daemons"])})),
     )
 

@@ -198,8 +198,8 @@ def check_same_model(folder: Path, digest: str) -> None:
 def _hardware() -> tuple[str, int, int]:
     """Chip, bytes of memory, and bytes that engines may use."""
     if is_mac():
-        # An unknown key makes sysctl exit with 1 and still print the others.
-        values = parse_key_values(ask(["sysctl", *_SYSCTL_KEYS], whatever_status=True))
+        # One by one: an older system that lacks a key still tells the others.
+        values = parse_key_values("\n".join(ask(["sysctl", key]) for key in _SYSCTL_KEYS))
         memory = int(values.get("hw.memsize", "0"))
         usable = mac_usable_bytes(memory, int(values.get("iogpu.wired_limit_mb", "0")))
         return values.get("machdep.cpu.brand_string", ""), memory, usable

@@ -15,9 +15,8 @@ SYSTEM_FOLDERS = "/usr/bin:/bin:/usr/sbin:/sbin"
 """A non-interactive shell may have less on its PATH than macOS's own tools need."""
 
 
-def ask(words: Sequence[str], *, whatever_status: bool = False) -> str:
-    """What a command prints on stdout; '' when it is not there, fails, or does not end within COMMAND_S.
-    `whatever_status`: a part of an answer is an answer, too."""
+def ask(words: Sequence[str]) -> str:
+    """What a command prints on stdout; '' when it is not there, fails, or does not end within COMMAND_S."""
     path = os.pathsep.join(filter(None, (os.environ.get("PATH", ""), SYSTEM_FOLDERS)))
     program = shutil.which(words[0], path=path)
     if program is None:
@@ -33,7 +32,7 @@ def ask(words: Sequence[str], *, whatever_status: bool = False) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 or whatever_status else ""
+    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
 
 
 @functools.cache

@@ -8,6 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlx_mesh.mesh.host_report import HostReport
+from mlx_mesh.mesh.interfaces import Interface, mac_interfaces
+from mlx_mesh.mesh.macos import (
+    is_lid_closed,
+    is_on_battery,
+    parse_hardware_ports,
+    parse_ifconfig,
+    parse_key_values,
+    parse_network_services,
+    parse_pmset,
+    parse_rdma_devices,
+    parse_routes,
+    parse_swap_used,
+    parse_thunderbolt,
+)
+from mlx_mesh.mesh.types import HostFacts, Versions
+
+VERSIONS = Versions(mlx_mesh="0.1.0", mlx="0.32.4", mlx_lm="0.32.2", python="3.12.1")
+
 Cable = tuple[tuple[int, int], tuple[int, int]]  # (host, Thunderbolt port) at both ends, counted from 1
 
 
@@ -39,6 +58,9 @@ class Mac:
     is_lid_closed: bool = False
     wired_limit_mb: int = 0
     swap_used: str = "0.00M"
+    is_translated: bool = False  # its Python runs under Rosetta
+    is_bridge_leased: bool = False  # bridge0 holds a DHCP lease
+    services: tuple[tuple[str, str], ...] = ()  # (device, name) of network services beside the usual ones
     cables: tuple[Cable, ...] = ()
 
     @property
@@ -77,7 +99,10 @@ def full_mesh(count: int) -> list[Cable]:
 def transcript(mac: Mac) -> dict[str, str]:
     """Command line -> what it prints."""
     return {
+        "uname": "Darwin\n",
         "uname -s": "Darwin\n",
+        "uname -m": "x86_64\n" if mac.is_translated else "arm64\n",
+        "sysctl -n sysctl.proc_translated": f"{int(mac.is_translated)}\n",
         "sw_vers": f"ProductName:\t\tmacOS\nProductVersion:\t\t{mac.version}\nBuildVersion:\t\t{mac.build}\n",
         "system_profiler SPThunderboltDataType -json": json.dumps({"SPThunderboltDataType": _buses(mac)}),
         "networksetup -listallhardwareports": _hardware_ports(mac),
@@ -90,15 +115,37 @@ def transcript(mac: Mac) -> dict[str, str]:
         "ioreg -r -k AppleClamshellState -d 4": (
             f'  "AppleClamshellState" = {"Yes" if mac.is_lid_closed else "No"}\n'
         ),
-        "sysctl hw.memsize machdep.cpu.brand_string iogpu.wired_limit_mb": (
-            f"hw.memsize: {mac.memory_gb << 30}\nmachdep.cpu.brand_string: {mac.chip}\n"
-            f"iogpu.wired_limit_mb: {mac.wired_limit_mb}\n"
+        "sysctl hw.memsize": f"hw.memsize: {mac.memory_gb << 30}\n",
+        "sysctl machdep.cpu.brand_string": f"machdep.cpu.brand_string: {mac.chip}\n",
+        "sysctl iogpu.wired_limit_mb": f"iogpu.wired_limit_mb: {mac.wired_limit_mb}\n",
+        "sysctl -n hw.model": f"{mac.model}\n",
+        "system_profiler SPHardwareDataType -json": json.dumps(
+            {"SPHardwareDataType": [{"machine_model": mac.model, "platform_UUID": mac.own_id(0)}]}, indent=1
         ),
-        "sysctl hw.model": f"hw.model: {mac.model}\n",
+        "networksetup -listnetworkserviceorder": _services(mac),
         "sysctl vm.swapusage": (
             f"vm.swapusage: total = 2048.00M  used = {mac.swap_used}  free = 1024.00M  (encrypted)\n"
         ),
-    }
+    } | (_lease(mac) if mac.is_bridge_leased else {})
+
+
+def _lease(mac: Mac) -> dict[str, str]:
+    return {"ipconfig getpacket bridge0": "op = BOOTREPLY\nhtype = 1\nyiaddr = 192.168.1.77\n"}
+
+
+def _services(mac: Mac) -> str:
+    """networksetup's list: a service of the bridge, of Ethernet and of Wi-Fi; a port has one of its own only
+    when it was made by hand."""
+    hardware = dict((device, port) for port, device in _port_names(mac))
+    rows = [
+        (port, port, device, True) for device, port in hardware.items() if not port.startswith("Thunderbolt")
+    ]
+    rows.append(("Thunderbolt Bridge", "Thunderbolt Bridge", "bridge0", mac.is_bridged))
+    rows += [(name, hardware[device], device, True) for device, name in mac.services]
+    lines = ["An asterisk (*) denotes that a network service is disabled."]
+    for number, (name, port, device, is_on) in enumerate(rows, 1):
+        lines += [f"({number if is_on else '*'}) {name}", f"(Hardware Port: {port}, Device: {device})", ""]
+    return "\n".join(lines) + "\n"
 
 
 def _buses(mac: Mac) -> list[dict[str, Any]]:
@@ -185,3 +232,50 @@ def _routes(mac: Mac) -> str:
         f"{destination:<18} {gateway:<18} UGScg  {interface}" for destination, gateway, interface in routes
     ]
     return "\n".join(lines) + "\n"
+
+
+def interfaces_of(mac: Mac) -> tuple[Interface, ...]:
+    lines = transcript(mac)
+    return mac_interfaces(
+        parse_ifconfig(lines["ifconfig -a"]),
+        parse_hardware_ports(lines["networksetup -listallhardwareports"]),
+        parse_thunderbolt(lines["system_profiler SPThunderboltDataType -json"]),
+        parse_rdma_devices(lines["ibv_devices"]),
+    )
+
+
+def report_of(mac: Mac) -> HostReport:
+    """What `mlx_mesh.node.examine` would say on it, by the parsers that a real one's answers go through."""
+    lines = transcript(mac)
+    version, power = parse_key_values(lines["sw_vers"]), parse_pmset(lines["pmset -g"])
+    return HostReport(
+        facts=HostFacts(
+            hostname=f"mac{mac.number}",
+            system="Darwin",
+            machine="x86_64" if mac.is_translated else "arm64",
+            chip=mac.chip,
+            memory_bytes=mac.memory_gb << 30,
+            usable_memory_bytes=(mac.memory_gb << 30) * 7 // 8,
+            addresses=(),
+            versions=VERSIONS,
+            interfaces=interfaces_of(mac),
+            model_digest="aa" * 32,
+        ),
+        now_s=1.0,
+        is_translated=lines["sysctl -n sysctl.proc_translated"].strip() == "1",
+        os_version=version["ProductVersion"],
+        os_build=version["BuildVersion"],
+        hardware_model=mac.model,
+        hardware_uuid=mac.own_id(0),
+        swap_used_bytes=parse_swap_used(lines["sysctl vm.swapusage"]),
+        disk_free_bytes=500 * 10**9,
+        max_open_files=10240,
+        sleep_minutes=int(power["sleep"]),
+        is_on_battery=is_on_battery(lines["pmset -g batt"]),
+        is_lid_closed=is_lid_closed(lines["ioreg -r -k AppleClamshellState -d 4"]),
+        firewall="off",
+        rdma_status=lines["rdma_ctl status"].strip(),
+        dhcp=("bridge0",) if "op = " in lines.get("ipconfig getpacket bridge0", "") else (),
+        routes=parse_routes(lines["netstat -rn -f inet"]),
+        services=parse_network_services(lines["networksetup -listnetworkserviceorder"]),
+    )

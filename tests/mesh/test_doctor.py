@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -24,20 +24,7 @@ from mlx_mesh.mesh.doctor import (
     first_failure,
 )
 from mlx_mesh.mesh.host_report import HostReport
-from mlx_mesh.mesh.interfaces import mac_interfaces
-from mlx_mesh.mesh.macos import (
-    is_lid_closed,
-    is_on_battery,
-    parse_hardware_ports,
-    parse_ifconfig,
-    parse_key_values,
-    parse_pmset,
-    parse_rdma_devices,
-    parse_routes,
-    parse_swap_used,
-    parse_thunderbolt,
-)
-from mlx_mesh.mesh.types import Backend, HostFacts, Versions
+from mlx_mesh.mesh.types import Backend, Versions
 
 GB = 10**9
 VERSIONS = Versions(mlx_mesh="0.1.0", mlx="0.32.4", mlx_lm="0.32.2", python="3.12.1")
@@ -48,46 +35,7 @@ Report = Callable[..., HostReport]
 @pytest.fixture
 def report_of(macs: ModuleType) -> Report:
     """A Mac's report, by the parsers that a real one's answers go through."""
-
-    def of(mac: Any) -> HostReport:
-        lines = macs.transcript(mac)
-        version, power = parse_key_values(lines["sw_vers"]), parse_pmset(lines["pmset -g"])
-        facts = HostFacts(
-            hostname=f"mac{mac.number}",
-            system="Darwin",
-            machine="arm64",
-            chip=mac.chip,
-            memory_bytes=mac.memory_gb << 30,
-            usable_memory_bytes=(mac.memory_gb << 30) * 7 // 8,
-            addresses=(),
-            versions=VERSIONS,
-            interfaces=mac_interfaces(
-                parse_ifconfig(lines["ifconfig -a"]),
-                parse_hardware_ports(lines["networksetup -listallhardwareports"]),
-                parse_thunderbolt(lines["system_profiler SPThunderboltDataType -json"]),
-                parse_rdma_devices(lines["ibv_devices"]),
-            ),
-            model_digest="aa" * 32,
-        )
-        return HostReport(
-            facts=facts,
-            now_s=1.0,
-            os_version=version["ProductVersion"],
-            os_build=version["BuildVersion"],
-            hardware_model=mac.model,
-            hardware_uuid=mac.own_id(0),
-            swap_used_bytes=parse_swap_used(lines["sysctl vm.swapusage"]),
-            disk_free_bytes=500 * GB,
-            max_open_files=10240,
-            sleep_minutes=int(power["sleep"]),
-            is_on_battery=is_on_battery(lines["pmset -g batt"]),
-            is_lid_closed=is_lid_closed(lines["ioreg -r -k AppleClamshellState -d 4"]),
-            firewall="off",
-            rdma_status=lines["rdma_ctl status"].strip(),
-            routes=parse_routes(lines["netstat -rn -f inet"]),
-        )
-
-    return of
+    return cast("Report", macs.report_of)
 
 
 def plain(macs: ModuleType, report_of: Report, **change: Any) -> list[Examined]:
