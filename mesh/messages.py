@@ -150,6 +150,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # always set: the proxy draws one when the client gives none
 
 
+class Media(msgspec.Struct, frozen=True, kw_only=True):
+    """The pictures of a prompt. Only the leader's engine can turn them into tokens: `text` is the prompt with
+    the chat template applied and the model's own mark where each picture stands, in the order of `images`
+    (files as they came: PNG, JPEG, WebP, GIF's first frame). Pixel bounds of 0 are the processor's own."""
+
+    text: str
+    images: tuple[bytes, ...]
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. `sent_ids` are tokens already given to the client in an earlier epoch:
     the engine prefills prompt_ids + sent_ids and goes on; max_tokens counts sent_ids too."""
@@ -168,6 +179,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     reset_prefix: bool = False  # begin with no kept prefix, and keep this one
     cache_points: tuple[int, ...] = ()  # lengths of prefixes of the prompt that others are likely to share
     system_tokens: int = 0  # of these, the one that ends behind the system message; 0 = there is none
+    media: Media | None = None  # then prompt_ids are of the text alone, and the engine makes the real ones
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +202,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0  # set in the first chunk: prompt tokens that did not have to be computed
     prefill_s: float = 0.0  # set in the first chunk: admission until the first token
+    prompt_tokens: int = 0  # set in the first chunk of a request with media: its prompt's real length
 
 
 # ---------------------------------------------------------------- leader engine -> follower engines

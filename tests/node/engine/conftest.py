@@ -31,3 +31,9 @@ def simulator() -> ModuleType:
 def tiny() -> ModuleType:
     """Tiny random models, placements over them, and a forward to compare."""
     return _load("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_vlm() -> ModuleType:
+    """Tiny random vision-language models, a picture for each, and what mlx-vlm makes of it."""
+    return _load("tiny_vlm")

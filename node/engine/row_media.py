@@ -1,0 +1,85 @@
+"""What a row of a vision model carries from step to step beside its keys and values.
+
+It stands at the end of the row's list of caches, so that whatever the generator does to rows (merge, extend,
+filter, extract, trim) it does to this as well, and no step depends on what a model left on itself. All of it
+is numbers on the host: nothing is computed to know where a row is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_mesh.node.engine.features import Features
+
+
+class RowMedia:
+    """One entry per row of the batch: how many tokens its caches have, and its prompt's features or None."""
+
+    def __init__(self, features: Features | None = None) -> None:
+        self.num_tokens = [0]
+        self.features: list[Features | None] = [features]
+
+    @property
+    def deltas(self) -> list[int]:
+        """By row: how much positions are ahead of places."""
+        return [0 if one is None else one.delta for one in self.features]
+
+    def advance(self, num_tokens: int) -> None:
+        self.num_tokens = [before + num_tokens for before in self.num_tokens]
+
+    @classmethod
+    def merge(cls, parts: Sequence[RowMedia]) -> RowMedia:
+        merged = cls()
+        merged.num_tokens = [number for part in parts for number in part.num_tokens]
+        merged.features = [one for part in parts for one in part.features]
+        return merged
+
+    def extend(self, other: RowMedia) -> None:
+        self.num_tokens = self.num_tokens + other.num_tokens
+        self.features = self.features + other.features
+
+    def filter(self, keep: Any) -> None:
+        rows = [int(row) for row in (keep.tolist() if hasattr(keep, "tolist") else keep)]
+        self.num_tokens = [self.num_tokens[row] for row in rows]
+        self.features = [self.features[row] for row in rows]
+
+    def extract(self, row: int) -> RowMedia:
+        alone = RowMedia(self.features[row])
+        alone.num_tokens = [self.num_tokens[row]]
+        return alone
+
+    def prepare(self, **_: Any) -> None:
+        """Rows are never padded: each prompt is read alone."""
+
+    def finalize(self) -> None:
+        """See prepare."""
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, num_tokens: int) -> int:
+        self.num_tokens = [before - num_tokens for before in self.num_tokens]
+        return num_tokens
+
+    def size(self) -> int:
+        return max(self.num_tokens, default=0)
+
+    def empty(self) -> bool:
+        return not any(self.num_tokens)
+
+    @property
+    def state(self) -> list[Any]:
+        """No array of it is a step's to compute."""
+        return []
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        assert not value, "a row's media has no state of arrays"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in {id(one): one for one in self.features if one}.values())
+
+    def __copy__(self) -> RowMedia:
+        return RowMedia.merge([self])

@@ -1,0 +1,156 @@
+"""Tiny random models of mlx-vlm's families, a picture for each, and what mlx-vlm makes of it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_vlm import utils
+
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "tiny_vlm_configs.json").read_text(encoding="utf-8")
+)
+"""One small config per family; what follows a # is a variant."""
+
+PICTURE = 990
+"""The id that stands for a picture's tokens in all these configs."""
+
+
+def build(family: str) -> Any:
+    """mlx-vlm's whole model, random and float32."""
+    config = json.loads(json.dumps(CONFIGS[family]))
+    package, _ = utils.get_model_and_args(config=config)
+    config.setdefault("text_config", config.pop("llm_config", {}))
+    config.setdefault("vision_config", {})
+    config.setdefault("audio_config", {})
+    model_config = package.ModelConfig.from_dict(config)
+    modules = ["text", "vision", "perceiver", "projector", "audio"]
+    model_config = utils.update_module_configs(model_config, package, config, modules)
+    mx.random.seed(zlib.crc32(family.encode()))
+    model = package.Model(model_config)
+    model.eval()
+    changed = [
+        (name, array + mx.random.normal(array.shape, dtype=array.dtype) * 0.05)
+        for name, array in tree_flatten(model.parameters())
+        if mx.issubdtype(array.dtype, mx.floating)
+    ]
+    model.update(tree_unflatten(changed))
+    mx.eval(model.parameters())
+    return model
+
+
+def picture(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
+    """Prompt ids with one picture in them, and the keyword arguments of `get_input_embeddings`."""
+    name = family.partition("#")[0]
+    mx.random.seed(seed)
+
+    def noise(*shape: int) -> Any:
+        return mx.random.normal(shape)
+
+    def prompt(num_pictures_tokens: int, first: bool = False) -> list[int]:
+        text = [(37 * i + 11 + seed) % 900 for i in range(13)]
+        marks = [PICTURE] * num_pictures_tokens
+        return [*marks, *text] if first else [5, 6, 992, *marks, 993, *text]
+
+    if name in (
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "glm4v",
+        "glm4v_moe",
+    ):
+        return prompt(6), {"pixel_values": noise(24, 96), "image_grid_thw": mx.array([[1, 4, 6]])}
+    if name in ("gemma3", "internvl", "internvl_chat", "aya_vision", "llama4"):
+        ids = prompt(4)
+        extra = {"mask": mx.ones((1, len(ids)))} if name == "gemma3" else {}
+        return ids, {"pixel_values": noise(1, 3, 32, 32), **extra}
+    if name in ("idefics3", "smolvlm"):
+        return prompt(4), {"pixel_values": noise(1, 1, 3, 32, 32)}
+    if name == "pixtral":
+        return prompt(12), {"pixel_values": noise(1, 3, 24, 32), "image_sizes": mx.array([[24, 32]])}
+    if name == "mistral3":
+        return prompt(4), {"pixel_values": noise(1, 3, 32, 32), "image_sizes": mx.array([[32, 32]])}
+    if name == "llava":
+        return prompt(16), {"pixel_values": noise(1, 3, 32, 32)}
+    if name == "llava_next":
+        return prompt(2), {"pixel_values": noise(1, 1, 3, 32, 32)}
+    if name == "paligemma":
+        ids = prompt(16, first=True)
+        return ids, {"pixel_values": noise(1, 3, 32, 32), "mask": mx.ones((1, len(ids)))}
+    if name == "kimi_vl":
+        return prompt(6), {"pixel_values": noise(24, 3, 8, 8), "image_grid_hws": mx.array([[4, 6]])}
+    if name == "lfm2_vl":
+        return prompt(4), {
+            "pixel_values": noise(1, 16, 192),
+            "spatial_shapes": mx.array([[4, 4]]),
+            "pixel_attention_mask": mx.ones((1, 16), dtype=mx.int32),
+        }
+    if name == "minicpmv4_6":
+        return prompt(1), {
+            "pixel_values": [[noise(3, 8, 128)]],
+            "tgt_sizes": [[[4, 4]]],
+            "image_bound": [[[3, 4]]],
+        }
+    if name == "molmo":
+        ids = prompt(4)
+        return ids, {
+            "pixel_values": noise(1, 1, 16, 48),
+            "image_masks": mx.ones((1, 1, 16)),
+            "image_input_idx": mx.array([[[3, 4, 5, 6]]]),
+        }
+    if name == "mllama":
+        ids = prompt(1)
+        return ids, {
+            "pixel_values": noise(1, 1, 4, 3, 16, 16),
+            "aspect_ratio_ids": mx.array([[6]]),
+            "aspect_ratio_mask": mx.ones((1, 1, 4)),
+            "cross_attention_mask": mx.ones((1, len(ids), 1, 4)),
+        }
+    if name == "gemma4":
+        return prompt(4), {"pixel_values": noise(1, 3, 16, 16)}
+    if name == "gemma3n":
+        return prompt(256), {"pixel_values": noise(1, 3, 256, 256)}
+    if name == "deepseek_vl_v2":
+        ids = prompt(13)
+        return ids, {
+            "pixel_values": noise(1, 2, 3, 32, 32),
+            "images_spatial_crop": mx.array([[[1, 1], [0, 0]]]),
+            "images_seq_mask": mx.array([[token == PICTURE for token in ids]]),
+        }
+    raise KeyError(family)
+
+
+def embed(model: Any, family: str, seed: int = 1) -> tuple[list[int], Any]:
+    """Prompt ids and what the model's own `get_input_embeddings` makes of them and their picture."""
+    ids, inputs = picture(family, seed)
+    return ids, model.get_input_embeddings(mx.array([ids]), **inputs)
+
+
+def reference(model: Any, family: str, num_decoded: int, seed: int = 1) -> tuple[list[Any], list[int]]:
+    """Logits (1, vocabulary) of the last prompt token and of each decoded one, and the greedy tokens: as
+    mlx-vlm's own generation does it, on one process and with all its state."""
+    from mlx_vlm.models.cache import make_prompt_cache
+
+    ids, embedded = embed(model, family, seed)
+    fields = {k: v for k, v in embedded.to_dict().items() if v is not None and k != "inputs_embeds"}
+    cache = make_prompt_cache(model.language_model)
+    out = model.language_model(mx.array([ids]), inputs_embeds=embedded.inputs_embeds, cache=cache, **fields)
+    logits, tokens = [out.logits[:, -1]], []
+    for _ in range(num_decoded):
+        tokens.append(int(mx.argmax(logits[-1], axis=-1).item()))
+        kept = (
+            {}
+            if out.cross_attention_states is None
+            else {"cross_attention_states": out.cross_attention_states}
+        )
+        out = model.language_model(mx.array([[tokens[-1]]]), cache=cache, **kept)
+        logits.append(out.logits[:, -1])
+        mx.eval(logits[-1])
+    return logits, tokens
