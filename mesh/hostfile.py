@@ -44,6 +44,9 @@ class HostEntry:
     layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0  # 0 = what the host reports
     line: int = 0  # where it stands in the file
+    replica: int = 0  # which one its ranks belong to, see mesh.replicas
+    machine: str = ""  # the host that it is a part of, when its ranks belong to several; '' = it is whole
+    num_shares: int = 1  # into so many parts
 
     @property
     def is_local(self) -> bool:

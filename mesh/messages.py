@@ -70,6 +70,9 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     rdma: tuple[str | None, ...] = ()
     memory_rate: int = 0  # bytes and operations a second, for placement; 0 = unknown
     matrix_rate: int = 0
+    replica: int = 0  # which one its ranks belong to
+    num_shares: int = 1  # members of the mesh on this machine, which share its memory
+    reserved_bytes: int = 0  # of that memory, what the leader's member on this machine has besides
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +106,9 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     paranoid: bool = False  # compare all ranks after each step, before its tokens are passed on
     prefix: PrefixSettings = PrefixSettings()
     allow_wifi: bool = False  # data may go over Wi-Fi where hosts have nothing better in common
+    num_replicas: int = 1
+    replica: int = 0  # of these, the one that a coordinator runs
+    first_rank: int = 0  # outside of it its ranks are counted from here on
     deadlines: Deadlines = Deadlines()
 
 
@@ -180,6 +186,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_points: tuple[int, ...] = ()  # lengths of prefixes of the prompt that others are likely to share
     system_tokens: int = 0  # of these, the one that ends behind the system message; 0 = there is none
     media: Media | None = None  # then prompt_ids are of the text alone, and the engine makes the real ones
+    conversation: str = ""  # those of one go to the same replica, where there are several
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -743,6 +750,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     prefix: PrefixCounters = PrefixCounters()
     link: LinkStatus | None = None  # None: world size 1, or not connected yet
+    replica: int = 1
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -753,6 +761,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     detail: str = ""
     pressure: str = ""  # how it is short of memory; while one is, no new request is taken
+    replica: int = 1
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
@@ -779,8 +788,27 @@ class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_open: int = 0
 
 
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica of the model, which has epochs of its own. Numbers begin with 1."""
+
+    replica: int
+    ready: bool
+    reason: str  # why not ready; '' when ready
+    epoch: int
+    epoch_cause: str
+    hosts: tuple[str, ...]
+    placement: Placement | None
+    num_running: int
+    num_waiting: int
+    num_open: int
+    restarts: int
+    num_requests: dict[str, int]  # that were sent there, by why: conversation, prefix, load
+    lineup: str = ""
+
+
 class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The live state of a mesh, from heartbeats only."""
+    """The live state of a mesh, from heartbeats only. With several replicas `world_size` is that of each,
+    counts are of all, and epoch and placement those of the first; `replicas` has each."""
 
     name: str
     model: str
@@ -806,6 +834,7 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     embedding: EmbeddingStatus | None = None
     backend_reason: str = ""
     switch: str = ""  # what became of the last order to serve another model; '' = there was none
+    replicas: tuple[ReplicaStatus, ...] = ()  # () = there is one
 
 
 class StatusReply(Message, frozen=True):
@@ -850,6 +879,8 @@ class Readiness(Message, frozen=True):
     epoch: int
     kv: KvBudget = KvBudget()
     lineup: str = ""  # see MeshStatus; '' = all hosts serve
+    num_replicas: int = 1
+    num_ready: int = 0  # of these
 
 
 class Drain(Message, frozen=True):

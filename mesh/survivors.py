@@ -132,10 +132,11 @@ def find(hosts: Sequence[HostView], name: str) -> HostView:
     )
 
 
-def check_drain(hosts: Sequence[HostView], name: str, fits: Fits) -> HostView:
-    """The host that may be drained. Raises Refusal when the mesh cannot do without it."""
+def check_drain(hosts: Sequence[HostView], name: str, fits: Fits, *, has_leader: bool = True) -> HostView:
+    """The host that may be drained. Raises Refusal when the mesh cannot do without it. `has_leader`: the
+    first host is the one that serves HTTP, which is so in the first replica only."""
     host = find(hosts, name)
-    if host.index == 0:
+    if host.index == 0 and has_leader:
         raise Refusal(
             "host_leads",
             f"{name} is the leader: it serves HTTP and keeps the open requests, so the mesh cannot go on "

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -55,6 +56,23 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     if not address or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{endpoint!r} is not of the form ip:port")
     return address, int(port)
+
+
+class AgentsChannel(Protocol):
+    """What a coordinator needs of its channel, which may be a part of one that several share."""
+
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def link_lost(self) -> asyncio.Event: ...
+    @property
+    def num_rejected_frames(self) -> int: ...
+    @property
+    def num_failed_handshakes(self) -> int: ...
+    @property
+    def num_lost_links(self) -> int: ...
+    def send(self, peer: bytes, message: CoordinatorMessage) -> bool: ...
+    async def receive(self) -> tuple[bytes, AgentMessage]: ...
 
 
 class CoordinatorChannel:

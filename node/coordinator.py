@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from importlib import metadata
 from pathlib import Path
-from socket import socket
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_mesh.mesh.capacity import usable_context
 from mlx_mesh.mesh.errors import BringUpError, ExitCode, MeshError, PlacementError, PreflightError
@@ -24,10 +23,8 @@ from mlx_mesh.mesh.kv_options import with_kv_options
 from mlx_mesh.mesh.membership import ObservedClock, RestartBudget, Verdict, VerdictKind, judge
 from mlx_mesh.mesh.messages import (
     AgentConfig,
-    Cancel,
     ChangeNode,
     CoordinatorMessage,
-    Embed,
     EngineCommand,
     EpochEnded,
     MeshDown,
@@ -37,7 +34,7 @@ from mlx_mesh.mesh.messages import (
     NodeReply,
     PlanChosen,
     ProxyConfig,
-    ProxyRequest,
+    ProxyEvent,
     Shutdown,
     StopEngine,
     StopEpoch,
@@ -48,13 +45,10 @@ from mlx_mesh.mesh.survivors import Serve, StayDown
 from mlx_mesh.mesh.topology import AddressPlan
 from mlx_mesh.mesh.types import Backend, Phase, Placement, Sharding
 from mlx_mesh.node.bring_up import EpochPlan, bring_up
-from mlx_mesh.node.channel import CoordinatorChannel
-from mlx_mesh.node.children import Programs
+from mlx_mesh.node.channel import AgentsChannel
 from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
 from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
-from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.facts import digest_model, resolve_model
-from mlx_mesh.node.front import Front, ProxyFailed
 from mlx_mesh.node.gathering import (
     backend_of,
     compare_hosts,
@@ -63,11 +57,10 @@ from mlx_mesh.node.gathering import (
     seat_names,
     who_is_missing,
 )
-from mlx_mesh.node.inspection import inspect_model
+from mlx_mesh.node.inspection import Inspector
 from mlx_mesh.node.lineup import Lineup
 from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
-from mlx_mesh.node.processes import ProcessId
 from mlx_mesh.node.roster import Member, Roster
 from mlx_mesh.node.stacks import where_it_stood, without_stacks
 from mlx_mesh.node.status import rank_rows
@@ -79,10 +72,30 @@ TICK_S = 0.25
 _GOODBYE_S = 3.0
 """Agents whose engines are gone have this to say goodbye, before the coordinator's port closes."""
 
+REST_S = 60.0
+"""A replica that failed too often is tried again after so long, while others serve."""
+
 _SLACK_S = 3.0
 _NUM_LINES = 15
 _PIPELINE_PREFILL = 512  # chunks small enough that all stages work on one prompt
 _PREFILL = 2048  # mlx-lm's default
+
+
+class FrontEnd(Protocol):
+    """The proxy as a coordinator sees it, which may be one of several behind it."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    def send(self, event: ProxyEvent) -> None: ...
+    async def replace(self, config: ProxyConfig, stop_s: float) -> None: ...
+
+    def rescue(self) -> int:
+        """Let other replicas go on with the open requests that no engine has; returns how many went."""
+        ...
+
+    def others_serve(self) -> bool:
+        """Some other replica serves, or will soon."""
+        ...
 
 
 class EpochBroken(Exception):
@@ -111,21 +124,18 @@ class Coordinator:
     def __init__(
         self,
         config: AgentConfig,
-        channel: CoordinatorChannel,
+        channel: AgentsChannel,
         *,
         local_peer: bytes,
         model: Path | None,
-        programs: Programs,
-        listen: socket,
+        inspector: Inspector,
+        front: FrontEnd,
         url: str,
         output: Output,
         logs: RankLogs,
-        on_proxy: Callable[[ProcessId], None],
-        embedder: Embedder | None = None,
     ) -> None:
         """`local_peer`: identity of the agent in this process, which outlives the mesh; `model`: the
-        folder on this host, None when it is missing (the agent's facts say why); `embedder`: the child for
-        embeddings, not started yet, if there is to be one."""
+        folder on this host, None when it is missing (the agent's facts say why)."""
         assert config.mesh is not None
         self.mesh = config.mesh
         self.deadlines = config.mesh.deadlines
@@ -134,7 +144,7 @@ class Coordinator:
         self._channel = channel
         self._local_peer = local_peer
         self._model = model
-        self._programs = programs
+        self._inspector = inspector
         self._url = url
         self._output = output
         self._clock = ObservedClock(time.monotonic(), TICK_S)
@@ -160,33 +170,16 @@ class Coordinator:
         self._num_restarts = 0
         self._counters = MeshCounters()
         self._broke_at: float | None = None
-        self._front = Front(
-            program=programs.proxy,
-            config=self._proxy_config(),
-            listen=listen,
-            start_s=self.deadlines.spawn_s,
-            silence_s=self.deadlines.proxy_silence_s,
-            on_request=self._hear_proxy,
-            on_lost=self._lost_proxy,
-            on_line=lambda line: self._switchboard.log(0, f"proxy: {line}"),
-            on_change=on_proxy,
-        )
-        self._embedder = embedder
-        if embedder is not None:
-            embedder.attach(self._front.send, lambda line: self._switchboard.log(0, f"embedder: {line}"))
-        self._desk = Desk(
-            send=self._front.send,
+        self._front = front
+        self.desk = self._desk = Desk(
+            send=front.send,
             command=lambda command: self.command(0, command),
-            status=self.status,
-            change_node=self._change_node,
             now=self._now,
             world_size=self.roster.world_size,
             max_open=self.mesh.max_sequences + self.mesh.max_queue,
             request_s=self.deadlines.request_s,
             pressure=self.roster.pressure,
-            switch_model=self._order_switch,
         )
-        self._front.greet_with(lambda: self._desk.readiness)
         self._lineup = Lineup(self.roster, self.deadlines, place=self._place, now=self._now)
         self._switchboard = Switchboard(
             channel,
@@ -232,10 +225,7 @@ class Coordinator:
         self._help(self._switchboard.watch_links(), "coordinator links")
         self._help(self._watch_clock(), "coordinator clock")
         if self._model is not None:
-            self._help(self._front.run(), "proxy")
             self._help(self._inspect(self._model), "model sizes")
-            if self._embedder is not None:
-                self._help(self._embedder.run(), "embedder")
 
     def _help(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -244,12 +234,21 @@ class Coordinator:
 
     def _helper_done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            if isinstance(error, ProxyFailed) and self._switch is not None and self._switch.has_begun:
-                self._front_refusal = str(error)  # of the new model's text: the old one comes back
-                self._help(self._front.run(), "proxy")
-            else:
-                self._helper_error = self._helper_error or error
-            self._changed.set()
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Something that the mesh cannot do without ended with this."""
+        self._helper_error = self._helper_error or error
+        self._changed.set()
+
+    def take_front_failure(self, error: str) -> bool:
+        """The front end cannot serve its model. True when that is one that was just switched to: the old one
+        comes back, for which another front end is to be started."""
+        if self._switch is None or not self._switch.has_begun:
+            return False
+        self._front_refusal = error
+        self._changed.set()
+        return True
 
     async def _main_loop(self) -> None:
         budget = RestartBudget(self.mesh.max_restarts)
@@ -287,9 +286,6 @@ class Coordinator:
         others = [m for _, m in self.roster.members() if m.peer != self._local_peer]
         for member in others:
             self.send(member, Shutdown(reason=reason, exit_code=exit_code))
-        await self._front.stop(self.deadlines.stop_s)
-        if self._embedder is not None:
-            await self._embedder.stop()
         await self._settle(lambda: all(m.lost for m in others), _GOODBYE_S)
         for helper in reversed(self._helpers):
             helper.cancel()
@@ -405,6 +401,7 @@ class Coordinator:
             if isinstance(decision, StayDown) and not is_down:
                 is_down = True
                 self._output.event(MeshDown(reason=words))
+                self._front.rescue()
                 self._desk.go_down(words)
             self._desk.pause(words)
             await self._pause(TICK_S)
@@ -426,7 +423,7 @@ class Coordinator:
     async def _sizes_of(self, model: Path, adapter: str) -> ModelFootprint:
         """With caches as this mesh keeps them. Raises PlacementError."""
         folder = Path(adapter) if adapter else None
-        found = await inspect_model(self._programs.inspect, model, self.deadlines.spawn_s, folder)
+        found = await self._inspector.sizes_of(model, self.deadlines.spawn_s, folder)
         return with_kv_options(found, self.mesh.kv_options)
 
     async def _plan_epoch(self) -> EpochPlan:
@@ -565,6 +562,7 @@ class Coordinator:
         self._desk.epoch_left()
         self._output.event(EpochEnded(epoch=epoch.number, cause=why, final=False))
         self._desk.pause(f"planning anew: {why}")
+        self._front.rescue()
         await self._stop_epoch(why, gently=False)
         self._next_cause = ""  # what changes then will be the cause
 
@@ -589,9 +587,14 @@ class Coordinator:
         is_final = not verdict.retryable or budget.is_exhausted
         if is_final and self._was_ready and self._give_up_one_of(verdict):
             is_final, budget = False, RestartBudget(self.mesh.max_restarts, was_ready=True)
+        must_rest = is_final and self._was_ready and self._front.others_serve()
+        is_final = is_final and not must_rest
         self._output.event(EpochEnded(epoch=epoch.number, cause=str(verdict), final=is_final))
         self._desk.pause(f"recovering: {verdict}" if self._was_ready else str(verdict))
+        self._front.rescue()
         await self._stop_epoch(str(verdict), gently=False, dump=verdict.wants_stacks)
+        if must_rest:
+            return await self._rest(verdict)
         if is_final:
             raise self._final_error(verdict, budget)
         if verdict.phase == Phase.CONNECTING:
@@ -604,9 +607,21 @@ class Coordinator:
         await self._settle(lambda: self._stop_reason is not None, budget.delay_s)
         return budget
 
+    async def _rest(self, verdict: Verdict) -> RestartBudget:
+        """This replica cannot go on now, and others serve: the mesh does not end. It is tried again later."""
+        words = f"down: {verdict}. It is tried again every {REST_S:g} s while other replicas serve."
+        self._output.event(MeshDown(reason=words))
+        self._desk.go_down(words)
+        self._next_cause = f"tried again after: {verdict}"
+        await self._settle(
+            lambda: self._stop_reason is not None or not self._front.others_serve(),
+            REST_S,
+        )
+        return RestartBudget(self.mesh.max_restarts, was_ready=True)
+
     # ------------------------------------------------------------ another model
 
-    def _order_switch(self, request: SwitchModel) -> None:
+    def order_switch(self, request: SwitchModel) -> None:
         """Answers at once when it is refused, else when the new model is planned."""
         served, epoch = self._served_name, self.roster.epoch.number
         code, words = refusal(request.model, self._config.model, self.mesh.allowed_models, self._is_switching)
@@ -698,7 +713,7 @@ class Coordinator:
             self._set_placement(served.placement)
         else:  # hosts came or went: it is planned for those that are there
             self._placement = None
-        await self._front.replace(self._proxy_config(), self.deadlines.stop_s)
+        await self._front.replace(self.proxy_config(), self.deadlines.stop_s)
 
     async def _give_up_switch(self, verdict: Verdict) -> RestartBudget:
         """The new model did not come up: the old one comes back, with a full budget."""
@@ -792,21 +807,6 @@ class Coordinator:
             self._changed.set()
             await asyncio.sleep(TICK_S)
 
-    def _lost_proxy(self, how: str) -> None:
-        self._output.note(f"the HTTP proxy {how}; {len(self._desk.journal)} open requests are lost with it")
-        self._desk.lost_proxy()
-        if self._embedder is not None:
-            self._embedder.forget_clients()
-
-    def _hear_proxy(self, request: ProxyRequest) -> None:
-        if self._embedder is not None:
-            match request:
-                case Embed():
-                    self._embedder.submit(request)
-                case Cancel(id=request_id):
-                    self._embedder.cancel(request_id)
-        self._desk.hear(request)
-
     # ------------------------------------------------------------ for bring_up
 
     def send(self, member: Member, message: CoordinatorMessage) -> None:
@@ -848,7 +848,6 @@ class Coordinator:
             lineup=self._lineup.describe() if self._was_ready else "",
             metrics=self._metrics() if with_metrics else (),
             switch=self._told_of_switch,
-            embedding=self._embedder.status() if self._embedder is not None else None,
         )
 
     def _metrics(self) -> tuple[Metric, ...]:
@@ -859,12 +858,23 @@ class Coordinator:
             lost_links=self._channel.num_lost_links,
             lost_agents=self._switchboard.num_lost_agents,
         )
-        found = metrics_of(
+        return metrics_of(
             self._counters, channel, self.roster, self._desk, self._kv_budget(), self._lineup.changes
         )
-        return found if self._embedder is None else (*found, *self._embedder.metrics())
 
-    def _change_node(self, request: ChangeNode) -> NodeReply:
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return tuple(seat.host for seat in self.roster.seats)
+
+    def has_host(self, name: str) -> bool:
+        return name in self.host_names
+
+    def log(self, line: str) -> None:
+        """What another child of this process says, into the log of rank 0."""
+        self._switchboard.log(0, line)
+
+    def change_node(self, request: ChangeNode) -> NodeReply:
+        """Go on without a host, or with it again."""
         if not self._was_ready:
             message = f"The mesh is not ready: {self._desk.readiness.reason}."
             return NodeReply(id=request.id, error="not_ready", message=message, epoch=0)
@@ -881,7 +891,8 @@ class Coordinator:
             return self.mesh.served_model_names[0]
         return _name_of(self._config.model)
 
-    def _proxy_config(self) -> ProxyConfig:
+    def proxy_config(self) -> ProxyConfig:
+        """Of the front end for the model that is served."""
         is_first = self._served_name == self._config.model
         return ProxyConfig(
             model=str(self._model or self._config.model),

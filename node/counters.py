@@ -64,7 +64,7 @@ def metrics_of(
         *_of_hosts(roster, changes),
         *_of_channel(channel),
         *_of_requests(desk),
-        *(m for record in roster.ranks for m in _of_rank(record, roster.host_of(record.rank), kv)),
+        *(m for record in roster.ranks for m in _of_rank(record, roster, kv)),
     )
 
 
@@ -126,11 +126,12 @@ def _of_requests(desk: Desk) -> Iterator[Metric]:
         yield _counter("requests_refused", "Requests that were not taken", count, code=code)
 
 
-def _of_rank(record: RankRecord, host: str, kv: KvBudget) -> Iterator[Metric]:
+def _of_rank(record: RankRecord, roster: Roster, kv: KvBudget) -> Iterator[Metric]:
     beat = record.beat
     if beat is None:
         return
-    labels = {"rank": str(record.rank), "host": host}
+    number = roster.mesh.first_rank + record.rank
+    labels = {"rank": str(number), "host": roster.host_of(record.rank)}
     yield _gauge("rank_step", "Steps of this epoch", beat.step, **labels)
     yield _gauge("rank_steps_seconds", "Seconds in the steps of this epoch", beat.steps_s, **labels)
     yield _gauge("rank_running", "Sequences that are computed", beat.num_sequences, **labels)

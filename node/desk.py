@@ -10,29 +10,21 @@ import msgspec
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import (
     Cancel,
-    ChangeNode,
     Chunk,
     Drain,
-    Embed,
     EngineCommand,
     Failed,
     GenerateRequest,
-    MeshStatus,
     NodeReply,
-    ProxyBeat,
     ProxyEvent,
-    ProxyReady,
     ProxyRequest,
     Readiness,
     RequestFailed,
     ResetPrefixes,
-    StatusQuery,
-    StatusReply,
     Submit,
-    SwitchModel,
     TokenChunk,
 )
-from mlx_mesh.node.journal import Journal
+from mlx_mesh.node.journal import Entry, Journal
 
 RETRY_AFTER_S = 5
 DOWN_RETRY_AFTER_S = 30
@@ -47,26 +39,20 @@ class Desk:
         *,
         send: Callable[[ProxyEvent], None],
         command: Callable[[EngineCommand], None],
-        status: Callable[[bool], MeshStatus],
-        change_node: Callable[[ChangeNode], NodeReply],
         now: Callable[[], float],
         world_size: int,
         max_open: int,
         request_s: float,
         pressure: Callable[[], str] = lambda: "",
-        switch_model: Callable[[SwitchModel], None] = lambda request: None,
     ) -> None:
-        """`command` goes to the leader's engine; `status` is asked with or without metrics; `max_open` bounds
-        running and waiting requests together; `pressure`: which host is short of memory, in words."""
+        """`command` goes to the leader's engine; `max_open` bounds running and waiting requests together;
+        `pressure`: which host is short of memory, in words."""
         self._send = send
         self._command = command
-        self._status = status
-        self._change_node = change_node
         self._now = now
         self._max_open = max_open
         self._request_s = request_s
         self._pressure = pressure
-        self._switch_model = switch_model
         self._owed_since: float | None = None
         self._is_waiting_room = False  # requests that come while no engine leads wait for the next one
         self.is_draining = False
@@ -226,18 +212,11 @@ class Desk:
                 self._submit(generate)
             case Cancel(id=request_id):
                 self._cancel(request_id)
-            case StatusQuery(id=query_id):
-                self._send(StatusReply(id=query_id, status=self._status(request.with_metrics)))
-            case ChangeNode():
-                self._send(self._change_node(request))
-            case SwitchModel():
-                self._switch_model(request)
-            case ResetPrefixes(id=query_id):
-                self._send(self._reset_prefixes(query_id))
-            case ProxyReady() | ProxyBeat() | Embed():  # embeddings are the embedder's business
+            case _:  # of all replicas together, or of the embedder
                 pass
 
-    def _reset_prefixes(self, query_id: str) -> NodeReply:
+    def reset_prefixes(self, query_id: str) -> NodeReply:
+        """Drop what is kept of prompts."""
         epoch = self.readiness.epoch
         if not self.is_ready:
             message = f"The mesh is not ready: {self.readiness.reason}."
@@ -257,16 +236,37 @@ class Desk:
         self.journal.open(request, self._now())
         self._admit()
 
+    @property
+    def is_open(self) -> bool:
+        """A new request would be taken."""
+        return self._closed() is None
+
+    @property
+    def will_serve(self) -> bool:
+        """An engine leads, or one is on its way."""
+        return self.is_ready or self._is_waiting_room
+
+    def adopt(self, entry: Entry) -> None:
+        """Go on with a request of another desk, however many are open here."""
+        if not len(self.journal):
+            self._owed_since = self._now()
+        self.journal.adopt(entry)
+        self._admit()
+
     def _refusal(self, request: GenerateRequest) -> tuple[str, str, int] | None:
         """Code, message and seconds to wait, for a request that cannot be taken."""
+        if request.id in self.journal:
+            return "duplicate_request", f"The request id {request.id} is in use.", 0
+        return self._closed()
+
+    def _closed(self) -> tuple[str, str, int] | None:
+        """The same of any request."""
         if self.is_draining:
             return "draining", "The mesh is shutting down.", RETRY_AFTER_S
         if self.closed_because:
             return "switching_model", f"{self.closed_because}. Try again later.", RETRY_AFTER_S
         if not self.is_ready and not self._is_waiting_room:
             return "not_ready", f"The mesh is not ready: {self.readiness.reason}.", RETRY_AFTER_S
-        if request.id in self.journal:
-            return "duplicate_request", f"The request id {request.id} is in use.", 0
         if short := self._pressure():
             message = f"A host is short of memory ({short}), so no new request is taken now. Try again later."
             return "memory_pressure", message, RETRY_AFTER_S

@@ -15,6 +15,7 @@ from mlx_mesh.mesh.interfaces import Interface
 from mlx_mesh.mesh.messages import Join
 from mlx_mesh.mesh.placement import HostCapacity, PlacementRequest, plan_placement
 from mlx_mesh.mesh.rdma import BackendChoice, choose_backend
+from mlx_mesh.mesh.replicas import share_of
 from mlx_mesh.mesh.topology import AddressPlan, HostLink, plan_addresses
 from mlx_mesh.mesh.types import Backend, Placement, Sharding, Versions
 from mlx_mesh.node.roster import Roster, Seat
@@ -145,7 +146,9 @@ def place_model(roster: Roster, footprint: ModelFootprint, chosen: Sequence[int]
         HostCapacity(
             name=seat.host,
             slots=seat.plan.slots,
-            usable_memory_bytes=member.join.facts.engine_memory_bytes,
+            usable_memory_bytes=share_of(
+                member.join.facts.engine_memory_bytes, seat.plan.num_shares, seat.plan.reserved_bytes
+            ),
             layers=seat.plan.layers if is_whole else (),
             memory_limit_bytes=seat.plan.memory_limit_bytes,
             memory_rate=seat.plan.memory_rate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,3 +62,29 @@ async def inspect_model(
         f"the model in {folder} cannot be inspected: the process that reads its sizes {how}"
         + (f":{words}" if words else ", without a word.")
     )
+
+
+class Inspector:
+    """The same, asked once for all who ask at the same time."""
+
+    def __init__(self, program: Sequence[str]) -> None:
+        self._program = program
+        self._asked: dict[tuple[Path, Path | None], asyncio.Task[ModelFootprint]] = {}
+        self._num_waiting: Counter[tuple[Path, Path | None]] = Counter()
+
+    async def sizes_of(self, folder: Path, timeout_s: float, adapter: Path | None = None) -> ModelFootprint:
+        """Raises PlacementError."""
+        key = (folder, adapter)
+        task = self._asked.get(key)
+        if task is None:
+            task = asyncio.create_task(inspect_model(self._program, folder, timeout_s, adapter))
+            self._asked[key] = task
+            task.add_done_callback(lambda done: self._asked.pop(key, None))
+        self._num_waiting[key] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._num_waiting[key] -= 1
+            if not self._num_waiting[key] and not task.done():  # its child must not outlive us
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)

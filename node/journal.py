@@ -182,6 +182,22 @@ class Journal:
                 late[request_id] = own_s
         return late
 
+    def blameless(self) -> tuple[str, ...]:
+        """Open requests that no engine has, that somebody waits for, and that are under no suspicion."""
+        return tuple(
+            request_id
+            for request_id, entry in self._entries.items()
+            if not (entry.is_submitted or entry.is_cancelled or entry.is_suspect)
+        )
+
+    def give(self, request_id: str) -> Entry:
+        """Let another journal have a request that no engine has."""
+        return self._entries.pop(request_id)
+
+    def adopt(self, entry: Entry) -> None:
+        """Go on with a request that another journal gave away."""
+        self._entries[entry.request.id] = entry
+
     def drain(self) -> tuple[str, ...]:
         """Close everything; returns the ids."""
         ids = self.ids()

@@ -39,7 +39,6 @@ from mlx_mesh.node.agent import Agent, AgentEnd
 from mlx_mesh.node.blas import ADVICE, engine_environment, find_openblas, is_wanted
 from mlx_mesh.node.channel import AgentChannel, CoordinatorChannel, new_identity, split_endpoint
 from mlx_mesh.node.children import Programs, child_environment
-from mlx_mesh.node.coordinator import Coordinator
 from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.engines import Engines
 from mlx_mesh.node.facts import gather_facts, resolve_model
@@ -47,6 +46,7 @@ from mlx_mesh.node.keys import MeshKeys, derive_keys
 from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
 from mlx_mesh.node.ports import bind_http
+from mlx_mesh.node.reception import Reception
 from mlx_mesh.node.run_file import RunFile, safe_name, state_root
 
 _LOOPBACK = "127.0.0.1"
@@ -76,7 +76,7 @@ class AgentProcess:
             self._folder / "logs", is_json=config.mesh is not None and config.mesh.log_format == "json"
         )
         self._agent: Agent | None = None
-        self._coordinator: Coordinator | None = None
+        self._reception: Reception | None = None
         self._stop_request: tuple[str, bool] | None = None
 
     async def run(self) -> ExitCode:
@@ -111,8 +111,8 @@ class AgentProcess:
         """Ask for the end: a leader lets open requests finish unless in a hurry, and tells their clients
         whether it was wished for."""
         self._stop_request = (reason, hurry)
-        if self._coordinator is not None:
-            self._coordinator.stop(reason, hurry=hurry, is_failure=is_failure)
+        if self._reception is not None:
+            self._reception.stop(reason, hurry=hurry, is_failure=is_failure)
         elif self._agent is not None:
             self._agent.stop(reason)
 
@@ -145,7 +145,7 @@ class AgentProcess:
             assert listen is not None and channel is not None
             self._logs.begin()
             self._cleanup.callback(self._logs.close)
-            self._coordinator = Coordinator(
+            self._reception = Reception(
                 config,
                 channel,
                 local_peer=identity,
@@ -242,13 +242,13 @@ class AgentProcess:
     async def _main_loop(self) -> AgentEnd:
         assert self._agent is not None
         agent = asyncio.create_task(self._agent.run(), name="agent")
-        if self._coordinator is None:
+        if self._reception is None:
             return await agent
-        coordinator = asyncio.create_task(self._coordinator.run(), name="coordinator")
+        coordinator = asyncio.create_task(self._reception.run(), name="coordinator")
         try:
             await asyncio.wait({agent, coordinator}, return_when=asyncio.FIRST_COMPLETED)
             if agent.done():
-                self._coordinator.stop("the leader's agent ended", hurry=True)
+                self._reception.stop("the leader's agent ended", hurry=True)
             await coordinator
             return AgentEnd(
                 self._stop_request[0] if self._stop_request else "done", ExitCode.OK, is_error=False

@@ -120,7 +120,7 @@ class Lineup:
         epoch = self._roster.epoch.number
         try:
             if request.action == "drain":
-                host = check_drain(views, request.host, self._fits)
+                host = check_drain(views, request.host, self._fits, has_leader=self._has_leader)
             else:
                 host = check_add(views, request.host, self._fits)
         except Refusal as refusal:
@@ -144,15 +144,21 @@ class Lineup:
     def give_up(self, host: str, failure: str) -> bool:
         """Go on without a host that is to blame again and again; False when the mesh cannot."""
         try:
-            view = check_drain(self._views(), host, self._fits)
+            view = check_drain(self._views(), host, self._fits, has_leader=self._has_leader)
         except Refusal:
             return False
         seat = self._roster.seats[view.index]
         seat.is_wanted, seat.failure = False, failure
         return True
 
+    @property
+    def _has_leader(self) -> bool:
+        return self._roster.mesh.replica == 0
+
     def _fits(self, chosen: tuple[int, ...]) -> str:
         """'' or in one line why not; each set of agents is tried once."""
+        if not chosen:
+            return "None of its hosts is there."
         seats = self._roster.seats
         key = tuple((i, member.peer) for i in chosen if (member := seats[i].member) is not None)
         if key not in self._tried:
@@ -199,17 +205,22 @@ class Lineup:
     def rows(self) -> tuple[HostStatus, ...]:
         """A row per host of the hostfile."""
         settle_s = SETTLE_BEATS * self._deadlines.heartbeat_interval_s
-        rows = []
+        rows, mesh = [], self._roster.mesh
         for view in self._views():
             detail = detail_of(view)
-            if self._roster.mesh.elastic and state_of(view) == "standby":
+            if mesh.elastic and state_of(view) == "standby":
                 detail = f"taken in {settle_time_s(view, settle_s):g} s after it came, if the model fits then"
-            ranks = self._roster.seats[view.index].ranks
+            ranks = tuple(mesh.first_rank + rank for rank in self._roster.seats[view.index].ranks)
             member = self._roster.seats[view.index].member
             pressure = member.pressure if member is not None and not member.lost else ""
             rows.append(
                 HostStatus(
-                    host=view.name, state=state_of(view), ranks=ranks, detail=detail, pressure=pressure
+                    host=view.name,
+                    state=state_of(view),
+                    ranks=ranks,
+                    detail=detail,
+                    pressure=pressure,
+                    replica=mesh.replica + 1,
                 )
             )
         return tuple(rows)

@@ -33,8 +33,8 @@ def _row(
     beat = record.beat
     loaded = record.reached.get(Phase.LOADED)
     return RankStatus(
-        rank=record.rank,
-        user_rank=_user_rank(record.rank, seat, roster),
+        rank=roster.mesh.first_rank + record.rank,
+        user_rank=roster.mesh.first_rank + _user_rank(record.rank, seat, roster),
         host=seat.host,
         address=addresses.data.get(seat.host, member.join.address if member else ""),
         agent_pid=member.join.agent_pid if member else 0,
@@ -52,6 +52,7 @@ def _row(
         detail=_detail(record, seat),
         prefix=beat.prefix if beat else PrefixCounters(),
         link=_link(record, roster, addresses),
+        replica=roster.mesh.replica + 1,
     )
 
 
@@ -65,7 +66,7 @@ def _link(record: RankRecord, roster: Roster, addresses: AddressPlan) -> LinkSta
     is_local = peer_host == roster.host_of(record.rank)
     chosen = None if is_local else addresses.links.get(peer_host)
     return LinkStatus(
-        peer=measured.peer,
+        peer=roster.mesh.first_rank + measured.peer,
         peer_address=addresses.data.get(peer_host, ""),
         interface=chosen.dials.interface if chosen else "",
         link_class=LinkClass.LOOPBACK if is_local else chosen.link_class if chosen else "",

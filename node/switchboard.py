@@ -39,7 +39,7 @@ from mlx_mesh.mesh.messages import (
     Welcome,
 )
 from mlx_mesh.mesh.types import Phase
-from mlx_mesh.node.channel import CoordinatorChannel
+from mlx_mesh.node.channel import AgentsChannel
 from mlx_mesh.node.desk import Desk
 from mlx_mesh.node.gathering import mismatch
 from mlx_mesh.node.logs import RankLogs
@@ -55,7 +55,7 @@ class Switchboard:
 
     def __init__(
         self,
-        channel: CoordinatorChannel,
+        channel: AgentsChannel,
         roster: Roster,
         desk: Desk,
         *,
@@ -304,12 +304,14 @@ class Switchboard:
         """One line of a rank: into the books, its file and the launcher's output."""
         host = self._roster.host_of(rank)
         self._roster.ranks[rank].lines.append(line)
-        self._logs.write(rank, host, line)
-        self._output.event(LogLine(rank=rank, host=host, line=line))
+        number = self._roster.mesh.first_rank + rank
+        self._logs.write(number, host, line)
+        self._output.event(LogLine(rank=number, host=host, line=line))
 
     def _note(self, rank: int, what: str) -> None:
         """What becomes of a rank, into its file. The launcher's output has its progress line for that."""
-        self._logs.write(rank, self._roster.host_of(rank), f"epoch {self._roster.epoch.number}: {what}")
+        number = self._roster.mesh.first_rank + rank
+        self._logs.write(number, self._roster.host_of(rank), f"epoch {self._roster.epoch.number}: {what}")
 
     def _show(self, rank: int) -> None:
         """The launcher's progress line of a rank."""
@@ -317,7 +319,7 @@ class Switchboard:
         progress = record.progress if record.phase is Phase.LOADING else None
         self._output.event(
             RankProgress(
-                rank=rank,
+                rank=self._roster.mesh.first_rank + rank,
                 host=self._roster.host_of(rank),
                 phase=Phase.FAILED if record.failure is not None else record.phase,
                 done=progress.done if progress else 0,

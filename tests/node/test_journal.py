@@ -12,40 +12,15 @@ from mlx_mesh.mesh.messages import (
     Drain,
     Failed,
     GenerateRequest,
-    MeshStatus,
-    NodeReply,
     Readiness,
     RequestFailed,
     ResetPrefixes,
     SamplingParams,
-    StatusQuery,
-    StatusReply,
     Submit,
     TokenChunk,
 )
-from mlx_mesh.mesh.types import Backend, Sharding
 from mlx_mesh.node.desk import Desk
 from mlx_mesh.node.journal import Journal
-
-STATUS = MeshStatus(
-    name="m",
-    model="m",
-    world_size=1,
-    sharding=Sharding.NONE,
-    backend=Backend.NONE,
-    epoch=1,
-    epoch_cause="start",
-    ready=True,
-    reason="",
-    placement=None,
-    ranks=(),
-    num_running=0,
-    num_waiting=0,
-    num_open=0,
-    uptime_s=0.0,
-    versions=None,
-    context_length=0,
-)
 
 
 def request(request_id: str = "a", max_tokens: int = 10, **more: Any) -> GenerateRequest:
@@ -249,8 +224,6 @@ class Bench:
         self.desk = Desk(
             send=self.sent.append,
             command=self.commands.append,
-            status=lambda with_metrics: STATUS,
-            change_node=lambda request: NodeReply(id=request.id, message="done", epoch=1),
             now=lambda: self.now,
             world_size=2,
             max_open=2,
@@ -304,14 +277,12 @@ def test_the_next_epoch_gets_the_open_requests_with_what_was_sent(bench: Bench) 
 
 
 def test_a_reset_is_handed_to_the_engine_that_leads_now(bench: Bench) -> None:
-    bench.desk.hear(ResetPrefixes(id="r1"))
-    refused = bench.sent[-1]
-    assert isinstance(refused, NodeReply) and (refused.id, refused.error) == ("r1", "not_ready")
+    refused = bench.desk.reset_prefixes("r1")
+    assert (refused.id, refused.error) == ("r1", "not_ready")
     assert not bench.commands
     bench.desk.open(3, 100)
-    bench.desk.hear(ResetPrefixes(id="r2"))
-    taken = bench.sent[-1]
-    assert isinstance(taken, NodeReply) and (taken.id, taken.error, taken.epoch) == ("r2", "", 3)
+    taken = bench.desk.reset_prefixes("r2")
+    assert (taken.id, taken.error, taken.epoch) == ("r2", "", 3)
     assert bench.commands == [ResetPrefixes()]
 
 
@@ -458,8 +429,3 @@ def test_owed_time_counts_from_the_first_open_request_or_the_epoch(bench: Bench)
     bench.desk.open(2, 100)
     bench.now = 104.0
     assert bench.desk.owed_s == 1.0
-
-
-def test_the_status_query_gets_its_id_back(bench: Bench) -> None:
-    bench.desk.hear(StatusQuery(id="7"))
-    assert bench.sent == [StatusReply(id="7", status=STATUS)]
