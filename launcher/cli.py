@@ -133,11 +133,14 @@ def _with_faults(config: LaunchConfig, arguments: Arguments) -> LaunchConfig:
         raise SettingsError("--fault makes ranks fail on order; it goes with --sim N only.")
     from mlx_mesh.mesh.faults import check_faults
 
+    if config.num_replicas > 1:
+        raise SettingsError("--fault names ranks of one mesh; it does not go together with --replicas.")
     return replace(config, faults=check_faults(arguments.fault, arguments.sim))
 
 
 def _serve(arguments: Arguments) -> int:
-    return _bring_up(arguments, build_config(local_hostfile(1, "serve"), _flags(arguments), os.environ))
+    hostfile = local_hostfile(max(1, arguments.replicas or 1), "serve")
+    return _bring_up(arguments, build_config(hostfile, _flags(arguments), os.environ))
 
 
 def _bring_up(arguments: Arguments, config: LaunchConfig) -> int:
@@ -367,6 +370,7 @@ def _chosen_config(arguments: Arguments) -> LaunchConfig:
         port=getattr(arguments, "port", None),
         ssh_config=arguments.ssh_config,
         host="127.0.0.1",
+        num_replicas=1,
     )
     return build_config(hostfile, flags, {})
 
@@ -523,6 +527,12 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format", choices=LOG_FORMATS, default="text", help="json: an object per line, of every process"
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="so many copies of the model behind one front end; the ranks are divided among them",
+    )
     parser.add_argument("--name", help="name of the mesh, for status, logs and down")
     parser.add_argument(
         "--host", help="where HTTP listens on the leader (default 127.0.0.1; others need a key)"
@@ -604,6 +614,7 @@ def _flags(arguments: Arguments) -> Flags:
         allowed_models=tuple(arguments.allow_model),
         log_format=arguments.log_format,
         name=arguments.name,
+        num_replicas=arguments.replicas,
         sharding=getattr(arguments, "sharding", None),
         backend=getattr(arguments, "backend", None),
         host=arguments.host,

@@ -14,7 +14,8 @@ from mlx_mesh.mesh.hostfile_fields import check_name
 from mlx_mesh.mesh.kv_options import KvOptions, check_kv_options
 from mlx_mesh.mesh.log_lines import LogFormat
 from mlx_mesh.mesh.messages import Deadlines, MeshConfig
-from mlx_mesh.mesh.prefix_settings import PrefixSettings
+from mlx_mesh.mesh.prefix_settings import PrefixSettings, check_keys
+from mlx_mesh.mesh.replicas import divide
 from mlx_mesh.mesh.types import Backend, Sharding
 
 API_KEY_VARIABLE = "MLX_MESH_API_KEY"
@@ -35,6 +36,7 @@ class Flags:
     allowed_models: tuple[str, ...] = ()
     log_format: LogFormat = "text"
     name: str | None = None
+    num_replicas: int | None = None
     sharding: Sharding | None = None
     backend: Backend | None = None
     host: str | None = None
@@ -64,7 +66,8 @@ class LaunchConfig:
 
     name: str
     model: str
-    hosts: tuple[HostEntry, ...]  # the first one leads
+    hosts: tuple[HostEntry, ...]  # the first one leads; with replicas, parts of those of the hostfile
+    num_replicas: int = 1
     adapter: str = ""  # folder of an adapter on each host; '' = none
     embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
     allowed_models: tuple[str, ...] = ()  # that may be loaded in place of `model`; alike on all hosts
@@ -98,6 +101,14 @@ class LaunchConfig:
     @property
     def num_ranks(self) -> int:
         return sum(host.slots for host in self.hosts)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of each replica."""
+        return self.num_ranks // self.num_replicas
+
+    def hosts_of(self, replica: int) -> tuple[HostEntry, ...]:
+        return tuple(host for host in self.hosts if host.replica == replica)
 
 
 def plan_size(config: LaunchConfig) -> tuple[int, int]:
@@ -139,10 +150,13 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
             + (f", or add `model:` to {hostfile.source}." if hostfile.source else ".")
         )
     check_model_name(model)
-    for allowed in flags.allowed_models:
-        check_path("model", allowed)
-    if flags.embedding_model is not None:
-        check_path("embedding model", flags.embedding_model)
+    allowed_models, embedding_model = _other_models(hostfile, flags)
+    num_replicas = hostfile.num_replicas if flags.num_replicas is None else flags.num_replicas
+    if allowed_models and num_replicas > 1:
+        raise SettingsError(
+            "Switching models (--allow-model) does not go together with --replicas: a switch is all or "
+            "nothing, and the replicas have lives of their own. Leave one of them out."
+        )
     if flags.max_sequences is not None and flags.max_sequences < 1:
         raise SettingsError(f"--max-sequences {flags.max_sequences} is out of range; it must be at least 1.")
     if flags.max_queued_requests is not None and flags.max_queued_requests < 0:
@@ -173,9 +187,10 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         if flags.adapter is None
         else anchor_adapter(flags.adapter, Path.cwd()),
         log_format=flags.log_format,
-        allowed_models=tuple(anchor_model(allowed, Path.cwd()) for allowed in flags.allowed_models),
-        embedding_model=anchor_model(flags.embedding_model, Path.cwd()) if flags.embedding_model else "",
-        hosts=tuple(replace(host, models=_anchor(host)) for host in hostfile.hosts),
+        allowed_models=allowed_models,
+        embedding_model=embedding_model,
+        hosts=divide([replace(host, models=_anchor(host)) for host in hostfile.hosts], num_replicas),
+        num_replicas=num_replicas,
         hostfile=str(Path(hostfile.source).expanduser().resolve()) if hostfile.source else "",
         sharding=flags.sharding or hostfile.sharding,
         backend=flags.backend or hostfile.backend,
@@ -190,7 +205,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         max_sequences=flags.max_sequences or 32,
         max_queued_requests=256 if flags.max_queued_requests is None else flags.max_queued_requests,
         context_length=flags.context or 0,
-        prefix=flags.prefix,
+        prefix=check_keys(flags.prefix, api_keys),
         kv_options=check_kv_options(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
         ssh_config=str(Path(flags.ssh_config).expanduser().resolve()) if flags.ssh_config else "",
         notes=hostfile.notes,
@@ -200,6 +215,19 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         is_elastic=flags.is_elastic,
         deadlines=hostfile.deadlines,
     )
+
+
+def _other_models(hostfile: Hostfile, flags: Flags) -> tuple[tuple[str, ...], str]:
+    """Models that may be switched to, and the embedding model. Flags win; a relative path of the file is one
+    beside it. Raises SettingsError."""
+    base = Path.cwd() if flags.allowed_models else _folder_of(hostfile)
+    allowed = flags.allowed_models or hostfile.allowed_models
+    for name in allowed:
+        check_path("model", name)
+    given = hostfile.embedding_model if flags.embedding_model is None else flags.embedding_model
+    check_path("embedding model", given)
+    place = Path.cwd() if flags.embedding_model is not None else _folder_of(hostfile)
+    return tuple(anchor_model(name, base) for name in allowed), anchor_model(given, place) if given else ""
 
 
 def read_chat_template(given: str) -> str:
@@ -288,7 +316,7 @@ def check_path(what: str, path: str) -> None:
         fix = {
             "model": "--model, or `model:` in the hostfile",
             "adapter": "--adapter-path, or `adapter:` in the hostfile",
-            "embedding model": "--embedding-model",
+            "embedding model": "--embedding-model, or `embedding_model:` in the hostfile",
         }[what]
         raise SettingsError(
             f"The {what}'s name {path[:40]!r}... has {len(path)} characters, too many for a path"

@@ -17,6 +17,7 @@ from mlx_mesh.mesh.errors import ExitCode, PlacementError, PreflightError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.kv_options import with_kv_options
 from mlx_mesh.mesh.measurements import Measurements, rates_of, slowest_link
+from mlx_mesh.mesh.memory import format_bytes
 from mlx_mesh.mesh.placement import (
     HostCapacity,
     PlacementRequest,
@@ -25,6 +26,7 @@ from mlx_mesh.mesh.placement import (
     plan_rows,
     predict,
 )
+from mlx_mesh.mesh.replicas import share_of
 from mlx_mesh.mesh.survey import hosts_that_hold_all
 from mlx_mesh.mesh.types import Placement
 
@@ -38,18 +40,64 @@ class Plan:
     notes: tuple[str, ...] = ()  # predicted speed, and what else is worth knowing
 
 
-def make_plan(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> Plan:
-    """Raises PlacementError with the reason and the valid choices; nothing was loaded then."""
+def make_plans(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> tuple[Plan, ...]:
+    """One for each replica. Raises PlacementError with the reason and the valid choices; nothing was loaded
+    then."""
+    footprint = with_kv_options(read_footprint(hosts[0], is_offline=config.is_offline), config.kv_options)
+    if config.num_replicas == 1:
+        return (make_plan(config, hosts, footprint, hosts[0]),)
+    plans = []
+    for replica in range(config.num_replicas):
+        members = [host for host in hosts if host.entry.replica == replica]
+        try:
+            plans.append(make_plan(config, members, footprint, hosts[0]))
+        except PlacementError as error:
+            raise PlacementError(f"{_about_replica(config, replica, members, hosts[0])} {error}") from error
+    return tuple(plans)
+
+
+def _about_replica(
+    config: LaunchConfig, replica: int, members: Sequence[ReadyHost], leader: ReadyHost
+) -> str:
+    """Which one cannot be placed, and what it has."""
+    shares = [
+        f"{host.entry.name} has 1/{host.entry.num_shares} of the "
+        f"{format_bytes(host.facts.usable_memory_bytes - embedding_bytes(host, leader))} of "
+        f"{host.entry.machine}"
+        for host in members
+        if host.entry.num_shares > 1
+    ]
+    what = f" ({', '.join(shares)})" if shares else ""
+    return (
+        f"The memory does not carry {config.num_replicas} replicas, or the hosts cannot be divided so. "
+        f"Replica {replica + 1}{what}:"
+    )
+
+
+def embedding_bytes(host: ReadyHost, leader: ReadyHost) -> int:
+    """What the embedding model takes of this machine's memory."""
+    is_same = (host.entry.machine or host.entry.name) == (leader.entry.machine or leader.entry.name)
+    return leader.facts.embedding_bytes if is_same else 0
+
+
+def reserved_bytes(host: ReadyHost, leader: ReadyHost) -> int:
+    """The same of another part of the leader's machine, whose own facts do not have it."""
+    return 0 if host is leader else embedding_bytes(host, leader)
+
+
+def make_plan(
+    config: LaunchConfig, hosts: Sequence[ReadyHost], footprint: ModelFootprint, leader: ReadyHost
+) -> Plan:
+    """Of one replica. Raises PlacementError."""
     measurements = read_measurements(os.environ)
     request = request_of(config, hosts, measurements)
-    footprint = with_kv_options(read_footprint(hosts[0], is_offline=config.is_offline), config.kv_options)
-    capacities = [capacity_of(host, measurements) for host in hosts]
+    capacities = [capacity_of(host, measurements, reserved_bytes(host, leader)) for host in hosts]
     try:
         placement = plan_placement(footprint, capacities, request)
     except PlacementError as error:
         raise PlacementError("\n".join([str(error), *limit_advice(hosts)])) from error
     notes = context_notes(config.context_length, footprint.context_length)
-    if config.embedding_model:
+    if config.embedding_model and hosts[0] is leader:
         notes.append(
             f"on {hosts[0].entry.name} {hosts[0].facts.embedding_bytes / 1e9:.2f} GB more for the embedding "
             f"model {config.embedding_model}"
@@ -101,12 +149,13 @@ def request_of(
     )
 
 
-def capacity_of(host: ReadyHost, measurements: Measurements) -> HostCapacity:
+def capacity_of(host: ReadyHost, measurements: Measurements, reserved: int = 0) -> HostCapacity:
+    """`reserved`: bytes of its machine that something else takes."""
     rates = rates_of(host.facts, measurements)
     return HostCapacity(
         name=host.entry.name,
         slots=host.entry.slots,
-        usable_memory_bytes=host.facts.engine_memory_bytes,
+        usable_memory_bytes=share_of(host.facts.engine_memory_bytes, host.entry.num_shares, reserved),
         layers=host.entry.layers,
         memory_limit_bytes=host.entry.memory_limit_bytes,
         memory_rate=rates.memory_rate,

@@ -85,9 +85,9 @@ def check_hosts(config: LaunchConfig) -> Preflight:
         if not faults:
             hosts = [probed[entry.name] for entry in config.hosts]
             faults, warnings = compare_hosts([host.facts for host in hosts], [_named(host) for host in hosts])
-            addresses, address_faults = choose_addresses(_seen(hosts))
+            addresses, address_faults = choose_addresses(_seen(_machines(hosts)))
             faults += address_faults + _tokenizer_faults(hosts[0])
-            if config.num_ranks > 1:
+            if config.world_size > 1:
                 faults += backend_faults({host.entry.name: host.facts for host in hosts}, config.backend)
         if faults:
             order = {entry.name: index for index, entry in enumerate(config.hosts)}
@@ -104,7 +104,7 @@ def check_hosts(config: LaunchConfig) -> Preflight:
             host.python,
             host.model,
             host.facts,
-            addresses[host.entry.name],
+            addresses[host.entry.machine or host.entry.name],
             host.adapter,
             host.embedding,
         )
@@ -368,6 +368,11 @@ def _tokenizer_faults(leader: _Probed) -> list[HostFault]:
 
 def _minor(versions: Versions) -> str:
     return ".".join(versions.python.split(".")[:2])
+
+
+def _machines(hosts: Sequence[_Probed]) -> list[_Probed]:
+    """Of several members on one machine, which have one address, the first."""
+    return [host for host in hosts if host.entry.name == (host.entry.machine or host.entry.name)]
 
 
 def _seen(hosts: Sequence[_Probed]) -> list[SeenAddresses]:

@@ -18,13 +18,18 @@ def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[st
     ready = "ready" if status.get("ready") else f"not ready: {status.get('reason') or 'no reason given'}"
     why = f" ({status['backend_reason']})" if status.get("backend_reason") else ""
     cause = f" ({status['epoch_cause']})" if status.get("epoch_cause") else ""
+    replicas = status.get("replicas") or []
+    epoch, size = status.get("epoch", "?"), f"world size {status.get('world_size', '?')}"
+    if replicas:
+        size = f"{len(replicas)} replicas of {size}"
     lines = [
         f"{status.get('name', '?')}: {ready}",
         f"  model {model}",
-        f"  world size {status.get('world_size', '?')}, sharding {status.get('sharding', '?')}, "
-        f"backend {backend}{why}, epoch {status.get('epoch', '?')}{cause}",
+        f"  {size}, sharding {status.get('sharding', '?')}, "
+        f"backend {backend}{why}{'' if replicas else f', epoch {epoch}{cause}'}",
         f"  requests: {status.get('num_running', 0)} running, {status.get('num_waiting', 0)} waiting",
     ]
+    lines += [_replica_line(replica) for replica in replicas]
     if status.get("ready") and status.get("lineup"):
         lines.append(f"  {status['lineup']}")
     lines += ["", *table(HEADERS, [_row(rank) for rank in nodes.get("ranks", [])])]
@@ -35,6 +40,17 @@ def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[st
     if others:
         lines += ["", *(f"{host['host']}: {host['state']}: {host.get('detail', '')}" for host in others)]
     return lines
+
+
+def _replica_line(replica: Mapping[str, Any]) -> str:
+    """One replica's state, and how many requests it got, by why."""
+    state = "ready" if replica.get("ready") else f"not ready: {replica.get('reason') or 'no reason given'}"
+    sent = sum((replica.get("num_requests") or {}).values())
+    return (
+        f"  replica {replica.get('replica', '?')} ({', '.join(replica.get('hosts', []))}): {state}, "
+        f"epoch {replica.get('epoch', '?')} ({replica.get('epoch_cause', '')}), "
+        f"{replica.get('num_open', 0)} open, {sent} requests so far"
+    )
 
 
 def _row(rank: Mapping[str, Any]) -> list[str]:

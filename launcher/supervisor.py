@@ -23,6 +23,7 @@ from mlx_mesh.launcher.config import LaunchConfig, plan_size
 from mlx_mesh.launcher.console import Console
 from mlx_mesh.launcher.faults import HostFault
 from mlx_mesh.launcher.measured import read_measurements
+from mlx_mesh.launcher.plan import reserved_bytes
 from mlx_mesh.launcher.preflight import ReadyHost
 from mlx_mesh.launcher.programs import processes
 from mlx_mesh.launcher.remote import (
@@ -262,7 +263,7 @@ class Supervisor:
             secret=self._secret,
             coordinator=bind if index == 0 else self._coordinator,
             slots=agent.host.entry.slots,
-            world_size=config.num_ranks,
+            world_size=config.world_size,
             address=agent.host.address,
             marker=marker,
             attached=True,
@@ -611,6 +612,9 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
                 layers=host.entry.layers,
                 memory_limit_bytes=host.entry.memory_limit_bytes,
                 rdma=host.entry.rdma,
+                replica=host.entry.replica,
+                num_shares=host.entry.num_shares,
+                reserved_bytes=reserved_bytes(host, hosts[0]),
                 memory_rate=rate.memory_rate,
                 matrix_rate=rate.matrix_rate,
             )
@@ -633,6 +637,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         max_queue=config.max_queued_requests,
         elastic=config.is_elastic,
         paranoid=config.paranoid,
+        num_replicas=config.num_replicas,
         allow_wifi=config.allow_wifi,
         prefill_step_size=config.prefill_step_size,
         prefix=config.prefix,

@@ -11,7 +11,7 @@ import msgspec
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.config import LaunchConfig, is_loopback
 from mlx_mesh.launcher.console import Console
-from mlx_mesh.launcher.plan import make_plan
+from mlx_mesh.launcher.plan import make_plans
 from mlx_mesh.launcher.preflight import ReadyHost, check_hosts, close_all, python_of
 from mlx_mesh.launcher.programs.processes import started
 from mlx_mesh.launcher.running import end_leftovers
@@ -123,11 +123,14 @@ def _check(config: LaunchConfig, console: Console) -> tuple[ReadyHost, ...]:
 
 
 def _show_plan(config: LaunchConfig, hosts: Sequence[ReadyHost], console: Console) -> None:
-    plan = make_plan(config, hosts)
     what = f"{config.model} with adapter {config.adapter}" if config.adapter else config.model
-    console.plan(plan.placement, plan.rows, what, str(config.backend))
-    for note in plan.notes:
-        console.say(f"  {note}")
+    for replica, plan in enumerate(make_plans(config, hosts)):
+        named = (
+            f"{what} (replica {replica + 1} of {config.num_replicas})" if config.num_replicas > 1 else what
+        )
+        console.plan(plan.placement, plan.rows, named, str(config.backend))
+        for note in plan.notes:
+            console.say(f"  {note}")
 
 
 def _tell_ready(
@@ -146,10 +149,11 @@ def _tell_ready(
         )
     end = f"mlx-mesh down {config.name}" if is_detached else "Ctrl-C stops"
     hints.append(f"mlx-mesh chat {config.name} | mlx-mesh status {config.name} | {end}")
-    count = config.num_ranks
-    console.ready(
-        config.name, served.url, f"{count} rank{'s' if count > 1 else ''}, {ready.seconds:.1f} s", hints
-    )
+    count = config.world_size
+    size = f"{count} rank{'s' if count > 1 else ''}"
+    if config.num_replicas > 1:
+        size = f"{config.num_replicas} replicas of {size}"
+    console.ready(config.name, served.url, f"{size}, {ready.seconds:.1f} s", hints)
 
 
 class _State:

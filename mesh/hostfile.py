@@ -62,6 +62,9 @@ class Hostfile:
     hosts: tuple[HostEntry, ...]
     model: str = ""  # '' = must be given by --model
     adapter: str = ""  # folder of an adapter on each host; '' = none
+    embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
+    allowed_models: tuple[str, ...] = ()  # that may be loaded in place of `model`
+    num_replicas: int = 1
     sharding: Sharding = Sharding.AUTO
     backend: Backend = Backend.AUTO
     serve_host: str = "127.0.0.1"
@@ -127,6 +130,9 @@ class _File(_Strict):
     name: str = ""
     model: str = ""
     adapter: str = ""
+    embedding_model: str = ""
+    allow_model: list[str] = []
+    replicas: int = pydantic.Field(default=1, ge=1, le=64)
     sharding: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
     serve: _Serve = _Serve()
@@ -214,6 +220,9 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
         name=name,
         model=file.model,
         adapter=file.adapter,
+        embedding_model=file.embedding_model,
+        allowed_models=tuple(file.allow_model),
+        num_replicas=file.replicas,
         sharding=Sharding(file.sharding),
         backend=Backend(file.backend),
         serve_host=file.serve.host,

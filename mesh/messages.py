@@ -133,6 +133,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     offline: bool = False  # ask no hub; all files must be on this host
     adapter: str = ""  # folder of a LoRA or DoRA adapter on this host; '' = none
     faults: tuple[str, ...] = ()  # of `up --sim N --fault ...`, see mesh.faults; () = the plain engine
+    log_format: LogFormat = "text"  # of its own output where no launcher reads it
 
 
 # ---------------------------------------------------------------- generation
@@ -908,6 +909,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_model: str = ""  # its id in answers; '' = no embeddings
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
     keeps_prefixes: bool = True
+    has_prefixes_per_key: bool = False  # clients with different API keys share none
+    kv_bits: int = 0  # 0 = keys and values are not quantised
+    kv_group_size: int = 0
 
 
 # ---------------------------------------------------------------- agent -> launcher (stdout lines)

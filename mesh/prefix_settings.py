@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ class PrefixSettings(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     max_system_tokens: int = 2048
     max_disk_bytes: int = 2 * 1024**3
+    is_per_key: bool = False  # clients with different API keys share none
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:
@@ -52,6 +54,11 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
         "--prompt-cache-bytes",
         metavar="SIZE",
         help="the most for that on each rank, like 2GB; 0 = off (default half of what is left for KV)",
+    )
+    parser.add_argument(
+        "--prefix-cache-per-key",
+        action="store_true",
+        help="clients with different API keys share nothing that is kept of prompts",
     )
     parser.add_argument(
         "--prompt-cache-dir",
@@ -85,9 +92,16 @@ def read_flags(flags: argparse.Namespace) -> PrefixSettings:
     if flags.prefix_cache_bytes is not None:
         max_bytes = _size("--prefix-cache-bytes", flags.prefix_cache_bytes)
         is_enabled = is_enabled and max_bytes > 0
-    settings = PrefixSettings(is_enabled=is_enabled, max_bytes=max_bytes)
+    settings = PrefixSettings(
+        is_enabled=is_enabled, max_bytes=max_bytes, is_per_key=flags.prefix_cache_per_key
+    )
     if flags.prompt_cache_dir is None:
         return settings
+    if settings.is_per_key:
+        raise SettingsError(
+            "--prompt-cache-dir does not go together with --prefix-cache-per-key: files are for all clients. "
+            "Leave one of them out."
+        )
     return msgspec.structs.replace(
         settings,
         folder=_folder(flags.prompt_cache_dir),
@@ -96,6 +110,16 @@ def read_flags(flags: argparse.Namespace) -> PrefixSettings:
         if flags.system_cache_bytes is None
         else _size("--system-cache-bytes", flags.system_cache_bytes),
     )
+
+
+def check_keys(settings: PrefixSettings, api_keys: Sequence[str]) -> PrefixSettings:
+    """Raises SettingsError."""
+    if settings.is_per_key and not api_keys:
+        raise SettingsError(
+            "--prefix-cache-per-key tells clients apart by their API keys, and there are none: set "
+            "MLX_MESH_API_KEY or --api-key-file, or leave it out."
+        )
+    return settings
 
 
 def _size(flag: str, given: str) -> int:

@@ -25,6 +25,7 @@ from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.foreign_flags import refuse_foreign
 from mlx_mesh.mesh.kv_options import check_kv_options
+from mlx_mesh.mesh.log_lines import LOG_FORMATS
 from mlx_mesh.mesh.messages import AgentConfig, Deadlines, HostPlan, MeshConfig
 from mlx_mesh.mesh.types import Backend, Sharding
 from mlx_mesh.node.keys import MIN_SECRET_BYTES
@@ -108,12 +109,33 @@ def build_parser() -> argparse.ArgumentParser:
     mesh.add_argument(
         "--allow-wifi", action="store_true", help="let data go over Wi-Fi where hosts have no cable in common"
     )
+    mesh.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default="text",
+        help="json: an object per line, of what this agent says and of the ranks' files",
+    )
+    mesh.add_argument("--replicas", type=int, default=1, metavar="N", help="1: `mlx-mesh up` has more")
     serve = parser.add_argument_group("serving (server rank only)")
     serve.add_argument("--host", default="127.0.0.1", help="address for HTTP (127.0.0.1)")
     serve.add_argument("--port", type=int, default=18000, help="port for HTTP (18000), 0 = a free one")
     serve.add_argument("--api-key-file", metavar="FILE", help="one API key per line")
     serve.add_argument("--served-model-name", action="append", default=[], metavar="NAME")
     serve.add_argument("--embedding-model", default="", metavar="MODEL", help="for /v1/embeddings")
+    serve.add_argument(
+        "--allow-model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="a folder or hub id, alike on all hosts, that a request may load instead; may be repeated",
+    )
+    serve.add_argument(
+        "--max-kv-size",
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="longest context to plan for and to serve",
+    )
     serve.add_argument("--chat-template", default="", metavar="FILE", help="instead of the model's")
     serve.add_argument("--kv-bits", type=int, metavar="N", help="quantise the KV cache to so many bits")
     serve.add_argument("--kv-group-size", type=int, metavar="N", help="in groups of 32, 64 or 128 (64)")
@@ -131,6 +153,11 @@ def manual_settings(argv: Sequence[str], environ: Mapping[str, str], folder: Pat
     parser = build_parser()
     refuse_foreign(argv, known=parser._option_string_actions.keys())
     flags = parser.parse_args(argv)
+    if flags.replicas != 1:
+        raise SettingsError(
+            f"--replicas {flags.replicas}: ranks that are started by hand are one mesh. `mlx-mesh serve` and "
+            "`mlx-mesh up` start several replicas behind one front end."
+        )
     env_file, values = _read_env_file(flags.distributed_env_file, folder)
     source = _Source(values | {name: value for name, value in environ.items() if value}, env_file)
     host = flags.distributed_host or source.text(HOST)
@@ -164,6 +191,7 @@ def _single(flags: argparse.Namespace, source: _Source) -> AgentConfig:
         coordinator="",
         attached=False,
         mesh=_serving(mesh, flags, source),
+        log_format=flags.log_format,
     )
 
 
@@ -223,13 +251,17 @@ def _member(flags: argparse.Namespace, source: _Source, host: str, size: int | N
             attached=False,
             deadlines=deadlines,
             mesh=mesh,
+            log_format=flags.log_format,
         ),
         notes,
     )
 
 
 def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> MeshConfig:
-    """`mesh` with the flags that only the server rank needs."""
+    """`mesh` with the flags that only the server rank needs. Raises SettingsError."""
+    api_keys = _api_keys(flags.api_key_file, source)
+    if flags.max_kv_size is not None and flags.max_kv_size < 1:
+        raise SettingsError(f"--max-kv-size {flags.max_kv_size} is out of range; it must be at least 1.")
     return msgspec.structs.replace(
         mesh,
         sharding=Sharding(flags.sharding),
@@ -237,12 +269,16 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         allow_wifi=flags.allow_wifi,
         serve_host=flags.host,
         serve_port=flags.port,
-        api_keys=_api_keys(flags.api_key_file, source),
+        api_keys=api_keys,
         served_model_names=tuple(flags.served_model_name),
         chat_template=flags.chat_template,
         strip_thinking=flags.strip_thinking,
         elastic=flags.elastic,
-        prefix=prefix_settings.read_flags(flags),
+        prefix=prefix_settings.check_keys(prefix_settings.read_flags(flags), api_keys),
+        allowed_models=tuple(map(_model, flags.allow_model)),
+        log_format=flags.log_format,
+        context_length=flags.max_kv_size or 0,
+        plan_context=flags.max_kv_size or mesh.plan_context,
         kv_options=check_kv_options(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start),
         embedding_model=_model(flags.embedding_model) if flags.embedding_model else "",
     )

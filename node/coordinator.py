@@ -906,6 +906,9 @@ class Coordinator:
             chat_template=self.mesh.chat_template if is_first else "",
             strip_thinking=self.mesh.strip_thinking,
             keeps_prefixes=self.mesh.prefix.is_enabled,
+            has_prefixes_per_key=self.mesh.prefix.is_per_key,
+            kv_bits=self.mesh.kv_options.bits,
+            kv_group_size=self.mesh.kv_options.group_size,
             version=metadata.version("mlx-mesh"),
             embedding_model=_name_of(self.mesh.embedding_model) if self.mesh.embedding_model else "",
         )

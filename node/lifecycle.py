@@ -68,7 +68,7 @@ class AgentProcess:
         self._config = config
         self._programs = programs or Programs.default(config.faults)
         self._folder = (state or state_root()) / safe_name(config.mesh_name)
-        self._output = output or Output(config.marker)
+        self._output = output or Output(config.marker, is_json=config.log_format == "json")
         self._context = zmq.asyncio.Context()
         self._cleanup = contextlib.AsyncExitStack()
         self._run_file: RunFile | None = None

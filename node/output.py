@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from typing import Any
 
 import msgspec
 
+from mlx_mesh.mesh.log_lines import json_line
 from mlx_mesh.mesh.messages import (
     AgentFailed,
     AgentListening,
@@ -33,8 +35,10 @@ _FLUSH_S = 2.0
 class Output:
     """Writes events and notes to a file descriptor, in order; drops (and counts) when nobody reads."""
 
-    def __init__(self, marker: str, fd: int = 1) -> None:
+    def __init__(self, marker: str, fd: int = 1, *, is_json: bool = False) -> None:
+        """`is_json`: without a marker, each line is an object."""
         self._marker = marker
+        self._is_json = is_json and not marker
         self._fd = fd
         self._queue: queue.Queue[bytes | None] = queue.Queue(maxsize=_QUEUE_LINES)
         self._thread = threading.Thread(target=self._write, name="output", daemon=True)
@@ -47,12 +51,21 @@ class Output:
         """One framed line, or its words when there is no marker."""
         if self._marker:
             self._put(f"{self._marker} ".encode() + msgspec.json.encode(event))
+        elif self._is_json and isinstance(event, LogLine):
+            self._put_json(event.line, component="engine", rank=event.rank, host=event.host)
         elif text := words(event):
-            self._put(text.encode())
+            self.note(text)
 
     def note(self, text: str) -> None:
         """A line for people in either mode."""
-        self._put(text.encode())
+        if self._is_json:
+            self._put_json(text, component="agent")
+        else:
+            self._put(text.encode())
+
+    def _put_json(self, text: str, **about: Any) -> None:
+        for line in filter(str.strip, text.splitlines()):
+            self._put(json_line(line.strip(), **about).encode())
 
     def close(self) -> None:
         """Wait (bounded) until everything is written."""

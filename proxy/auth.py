@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.proxy.errors import ApiError
+from mlx_mesh.proxy.tenants import digest_of
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Answered without a key: load balancers and supervisors have none."""
@@ -61,12 +62,12 @@ class Guard:
         self._allowed_origins = frozenset(allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope), scope["path"])):
+        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope), scope)):
             await refusal.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, headers: Headers, path: str) -> ApiError | None:
+    def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
         host = _host_name(headers.get("host", ""))
         if self._is_loopback and host and not self._is_own_name(host):
             return ApiError(
@@ -82,8 +83,11 @@ class Guard:
                 f"Web pages of {origin} may not use this server; `up --allow-origin` lets them.",
                 code="origin_not_allowed",
             )
-        if self._keys and path not in OPEN_PATHS:
-            return self._key_refusal(headers.get("authorization", ""), headers.get("x-api-key", ""))
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            given = _key_of(headers.get("authorization", ""), headers.get("x-api-key", ""))
+            if refusal := self._key_refusal(given):
+                return refusal
+            scope.setdefault("state", {})["api_key_digest"] = digest_of(given)
         return None
 
     def _is_own_name(self, host: str) -> bool:
@@ -103,19 +107,24 @@ class Guard:
             return True
         return is_loopback(parts.hostname or "") or parts.hostname == host
 
-    def _key_refusal(self, authorization: str, x_api_key: str) -> ApiError | None:
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not given.strip():
-            given = x_api_key  # Anthropic's header
-        if not given.strip():
+    def _key_refusal(self, given: str) -> ApiError | None:
+        if not given:
             message = "This server needs an API key: send 'Authorization: Bearer KEY'."
         else:
             # Every key is compared, each in constant time: the answer's timing tells nothing.
-            matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+            matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]
             if any(matches):
                 return None
             message = "The API key is wrong."
         return ApiError(401, message, code="invalid_api_key")
+
+
+def _key_of(authorization: str, x_api_key: str) -> str:
+    """The key that a request shows; '' = none."""
+    scheme, _, given = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not given.strip():
+        given = x_api_key  # Anthropic's header
+    return given.strip()
 
 
 def _host_name(host: str) -> str:

@@ -53,20 +53,21 @@ async def kv_cache_stats(request: Request) -> Response:
 
 
 def stats_body(status: MeshStatus, is_enabled: bool) -> dict[str, Any]:
-    """The leader counts for all ranks; each rank says what it holds."""
-    leader = status.ranks[0].prefix
+    """The leader of each replica counts for all its ranks; each rank says what it holds."""
+    leaders = [row.prefix for row in status.ranks if row.is_leader]
     return {
         "object": "cache.stats",
         "enabled": is_enabled,
         "epoch": status.epoch,
-        "hits": leader.num_hits,
-        "misses": leader.num_misses,
-        "tokens_saved": leader.num_tokens,
-        "stored": leader.num_stored,
-        "evicted": leader.num_evicted,
+        "hits": sum(one.num_hits for one in leaders),
+        "misses": sum(one.num_misses for one in leaders),
+        "tokens_saved": sum(one.num_tokens for one in leaders),
+        "stored": sum(one.num_stored for one in leaders),
+        "evicted": sum(one.num_evicted for one in leaders),
         "ranks": [
             {
                 "rank": row.rank,
+                "replica": row.replica,
                 "host": row.host,
                 "entries": row.prefix.num_entries,
                 "bytes": row.prefix.num_bytes,

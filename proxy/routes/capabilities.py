@@ -52,6 +52,7 @@ async def capabilities(request: Request) -> Response:
     return json_response(
         {
             "world_size": services.client.readiness.world_size,
+            "replicas": services.client.readiness.num_replicas,
             "model": services.config.model_id,
             "version": services.config.version,
             # Nothing in this version depends on the world size; what comes to do so is listed here.
@@ -93,6 +94,12 @@ async def capabilities(request: Request) -> Response:
                 "audio": False,
                 "embeddings": bool(services.embedding_names),
                 "prefix_cache": services.config.keeps_prefixes,
+                "prefixes_per_api_key": services.config.has_prefixes_per_key,
+            },
+            "kv_cache": {
+                "bits": services.config.kv_bits or None,
+                "group_size": services.config.kv_group_size if services.config.kv_bits else None,
+                "quantized_from_token": 0 if services.config.kv_bits else None,
             },
             "limits": {
                 "context_length": services.client.readiness.context_length,

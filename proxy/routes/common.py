@@ -18,6 +18,7 @@ from mlx_mesh.proxy.generation import Generation
 from mlx_mesh.proxy.pieces import Piece
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.streaming import EventStream, answer_events, while_connected
+from mlx_mesh.proxy.tenants import note_conversation, with_owner
 from mlx_mesh.proxy.usage import Usage, count
 
 REFUSAL_GRACE_S = 0.1
@@ -49,6 +50,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     # The body is read even when the answer is 503: closing a connection on unread bytes loses the answer.
     raw = await read_json_object(request, services.config.max_body_bytes)
     services.require_ready()
+    note_conversation(request, raw)
     return raw
 
 
@@ -63,6 +65,7 @@ async def respond(
 ) -> Response:
     """Generate, and answer as `stream` says. Raises GenerationFailed before the first byte. With a
     conversation, the answer's headers tell of it."""
+    prepared = with_owner(request, prepared, is_per_key=services.config.has_prefixes_per_key)
     generation = Generation(services.client, services.tokenizer, prepared.sequences)
     ids = (prepared.id, request_id(request))
     services.open_answers.add(ids, generation)

@@ -47,6 +47,8 @@ async def ready(request: Request) -> Response:
         "world_size": readiness.world_size,
         "lineup": readiness.lineup,
         "epoch": readiness.epoch,
+        "replicas": readiness.num_replicas,
+        "replicas_ready": readiness.num_ready,
     }
     if not reason:
         return json_response(body)

@@ -22,6 +22,7 @@ from mlx_mesh.launcher.config import (
 )
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, SettingsError
 from mlx_mesh.mesh.hostfile import HostEntry, Hostfile, parse_hostfile
+from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.types import Backend, Sharding
 
 HOSTS = "name: a\nmodel: org/m\nsharding: tensor\nserve: {port: 1}\nhosts: [{local: true}]"
@@ -54,6 +55,37 @@ def test_an_adapter_is_a_folder_from_where_it_is_named(
     assert adapter_candidates("/a/lora", "~/models/") == ["/a/lora", "~/models/lora"]
     with pytest.raises(SettingsError, match="Correct --adapter-path, or `adapter:` in the hostfile"):
         build(Flags(adapter="x" * 2000))
+
+
+def test_other_models_of_the_file_are_taken_unless_flags_name_some(tmp_path: Path) -> None:
+    (tmp_path / "bert").mkdir()
+    file = tmp_path / "hosts.yaml"
+    file.write_text(f"{HOSTS}\nembedding_model: ./bert\nallow_model: [org/b, ./bert]\n")
+    config = build_config(read_hostfile(str(file)), Flags(), {})
+    assert config.embedding_model == str(tmp_path / "bert")
+    assert config.allowed_models == ("org/b", str(tmp_path / "bert"))
+    config = build_config(read_hostfile(str(file)), Flags(embedding_model="", allowed_models=("org/c",)), {})
+    assert (config.embedding_model, config.allowed_models) == ("", ("org/c",))
+
+
+def test_replicas_of_the_file_or_the_flag_divide_the_hosts() -> None:
+    config = build(Flags(), HOSTS.replace("local: true", "local: true, slots: 4") + "\nreplicas: 2")
+    assert [(host.name, host.slots) for host in config.hosts] == [("local", 2), ("local.2", 2)]
+    assert (config.num_replicas, config.num_ranks, config.world_size) == (2, 4, 2)
+    assert [host.name for host in config.hosts_of(1)] == ["local.2"]
+    assert build(Flags(num_replicas=1), HOSTS + "\nreplicas: 2").num_replicas == 1
+
+
+def test_replicas_and_a_switch_of_models_do_not_go_together() -> None:
+    with pytest.raises(SettingsError, match="all or nothing"):
+        build(Flags(num_replicas=2, allowed_models=("org/b",)), HOSTS.replace("true", "true, slots: 2"))
+
+
+def test_prefixes_per_key_need_keys() -> None:
+    prefix = PrefixSettings(is_per_key=True)
+    with pytest.raises(SettingsError, match="there are none"):
+        build(Flags(prefix=prefix))
+    assert build(Flags(prefix=prefix), MLX_MESH_API_KEY=KEY).prefix.is_per_key
 
 
 def test_a_mesh_without_a_model_is_refused_with_the_fix() -> None:

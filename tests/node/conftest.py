@@ -188,6 +188,7 @@ class Mesh:
         self.max_restarts = 3
         self.is_paranoid = self.is_elastic = False
         self.max_open = 288
+        self.num_replicas = 1
         self.coordinator = "127.0.0.1:0"
         self.serve_port = 0
         self.secret = SECRET
@@ -221,6 +222,7 @@ class Mesh:
             elastic=self.is_elastic,
             max_sequences=1,
             max_queue=self.max_open - 1,
+            num_replicas=self.num_replicas,
             deadlines=self.deadlines,
         )
 

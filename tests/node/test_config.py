@@ -212,6 +212,31 @@ def test_the_serving_flags_reach_the_leader(bootstrap: Bootstrap, tmp_path: Path
     assert mesh.strip_thinking and mesh.chat_template == "{{ messages }}" and mesh.elastic
 
 
+def test_other_models_the_context_and_the_form_of_log_lines_reach_the_leader(bootstrap: Bootstrap) -> None:
+    words = "--allow-model org/b --allow-model org/c --max-kv-size 512 --log-format json"
+    config = bootstrap.config(*words.split(), env=LOOPBACK)
+    mesh = mesh_of(config)
+    assert mesh.allowed_models == ("org/b", "org/c")
+    assert (mesh.context_length, mesh.plan_context) == (512, 512)
+    assert mesh.log_format == config.log_format == "json"
+    assert mesh_of(bootstrap.config(env=LOOPBACK)).context_length == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--max-kv-size", "0"), "--max-kv-size 0"),
+        (("--replicas", "2"), "one mesh"),
+        (("--prefix-cache-per-key",), "API keys"),
+    ],
+)
+def test_what_cannot_be_served_by_hand_is_refused(
+    bootstrap: Bootstrap, words: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        bootstrap.config(*words, env=LOOPBACK)
+
+
 def test_the_api_key_may_come_from_the_environment(bootstrap: Bootstrap) -> None:
     assert mesh_of(bootstrap.config(env=LOOPBACK | {"MLX_MESH_API_KEY": "k"})).api_keys == ("k",)
 

@@ -7,7 +7,14 @@ from typing import Any
 import msgspec
 
 RANKS = [
-    {"rank": rank, "host": f"mac{rank}", "entries": 2, "bytes": 100 + rank, "limit_bytes": 1000}
+    {
+        "rank": rank,
+        "replica": 1,
+        "host": f"mac{rank}",
+        "entries": 2,
+        "bytes": 100 + rank,
+        "limit_bytes": 1000,
+    }
     for rank in range(2)
 ]
 
