@@ -410,6 +410,14 @@ def build_parser() -> argparse.ArgumentParser:
     up_parser.add_argument(
         "--allow-wifi", action="store_true", help="let data go over Wi-Fi where hosts have no cable in common"
     )
+    up_parser.add_argument(
+        "--interface",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let data go over this interface only, on all hosts (en5, en*), or never over it (^en0); may be "
+        "repeated",
+    )
     up_parser.add_argument("--backend", type=_backend, help="auto, ring, jaccl, jaccl-ring or nccl")
     _add_launch_flags(up_parser)
 
@@ -635,5 +643,6 @@ def _flags(arguments: Arguments) -> Flags:
         is_offline=arguments.offline,
         paranoid=arguments.paranoid,
         allow_wifi=getattr(arguments, "allow_wifi", False),
+        interfaces=tuple(getattr(arguments, "interface", ())),
         is_elastic=getattr(arguments, "elastic", False),
     )

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from mlx_mesh.mesh.errors import HostfileError, SettingsError
 from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, parse_hostfile
 from mlx_mesh.mesh.hostfile_fields import check_name
+from mlx_mesh.mesh.interfaces import check_rules
 from mlx_mesh.mesh.kv_options import KvOptions, check_kv_options
 from mlx_mesh.mesh.log_lines import LogFormat
 from mlx_mesh.mesh.messages import Deadlines, MeshConfig
@@ -57,6 +58,7 @@ class Flags:
     is_offline: bool = False
     paranoid: bool = False
     allow_wifi: bool = False
+    interfaces: tuple[str, ...] = ()  # for all hosts; () = the hostfile's
     is_elastic: bool = False
 
 
@@ -176,6 +178,8 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
             '`python3 -c "import secrets; print(secrets.token_urlsafe(32))" > key.txt` and add '
             f"--api-key-file key.txt (or set {API_KEY_VARIABLE}), or serve on 127.0.0.1."
         )
+    for problem in check_rules(flags.interfaces):
+        raise SettingsError(f"--interface {problem}.")
     name = flags.name or hostfile.name
     for problem in check_name(name):
         raise SettingsError(f"The mesh name {name!r} {problem}.")
@@ -189,7 +193,13 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         log_format=flags.log_format,
         allowed_models=allowed_models,
         embedding_model=embedding_model,
-        hosts=divide([replace(host, models=_anchor(host)) for host in hostfile.hosts], num_replicas),
+        hosts=divide(
+            [
+                replace(host, models=_anchor(host), interfaces=flags.interfaces or host.interfaces)
+                for host in hostfile.hosts
+            ],
+            num_replicas,
+        ),
         num_replicas=num_replicas,
         hostfile=str(Path(hostfile.source).expanduser().resolve()) if hostfile.source else "",
         sharding=flags.sharding or hostfile.sharding,

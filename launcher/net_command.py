@@ -23,6 +23,7 @@ from mlx_mesh.mesh.doctor import Level
 from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.host_report import HostReport
 from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.interfaces import LinkClass
 from mlx_mesh.mesh.net_plan import HostSteps, NetPlan, Step, plan_network, plan_undo
 
 COMMAND_S = 60.0
@@ -167,15 +168,35 @@ def _apply(
 ) -> int:
     """Host by host; a host where sudo asks is left to its user. Returns the exit status."""
     keys = {answer.entry.name: _key(answer) for answer in answers}
+    reports = dict(_reports(answers))
     entries = {entry.name: entry for entry in config.hosts}
     left: list[str] = []
     for own in plan.hosts:
         if own.steps:
             with _opened(entries[own.host], config.ssh_config) as remote:
+                if cable := cable_reached_over(remote.peer_address, reports[own.host]):
+                    left.append(
+                        f"{own.host} is reached over {cable}, which the commands change: type them there by "
+                        "hand, or reach it over another network first."
+                    )
+                    continue
                 left += apply_host(remote, own, keys[own.host], notes, is_undo=is_undo)
     for line in left:
         print(line)
     return ExitCode.PREFLIGHT if left else ExitCode.OK
+
+
+def cable_reached_over(address: str, report: HostReport) -> str:
+    """The Thunderbolt interface that has the address under which a host is reached; '' = another one."""
+    return next(
+        (
+            interface.what
+            for interface in report.facts.interfaces
+            if interface.link_class is LinkClass.THUNDERBOLT
+            and any(text.partition("/")[0] == address for text in interface.addresses)
+        ),
+        "",
+    )
 
 
 @contextlib.contextmanager

@@ -615,6 +615,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
                 replica=host.entry.replica,
                 num_shares=host.entry.num_shares,
                 reserved_bytes=reserved_bytes(host, hosts[0]),
+                interfaces=host.entry.interfaces,
                 memory_rate=rate.memory_rate,
                 matrix_rate=rate.matrix_rate,
             )

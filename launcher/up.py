@@ -11,6 +11,7 @@ import msgspec
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.config import LaunchConfig, is_loopback
 from mlx_mesh.launcher.console import Console
+from mlx_mesh.launcher.link_notes import link_notes
 from mlx_mesh.launcher.plan import make_plans
 from mlx_mesh.launcher.preflight import ReadyHost, check_hosts, close_all, python_of
 from mlx_mesh.launcher.programs.processes import started
@@ -129,7 +130,8 @@ def _show_plan(config: LaunchConfig, hosts: Sequence[ReadyHost], console: Consol
             f"{what} (replica {replica + 1} of {config.num_replicas})" if config.num_replicas > 1 else what
         )
         console.plan(plan.placement, plan.rows, named, str(config.backend))
-        for note in plan.notes:
+        members = [host for host in hosts if host.entry.replica == replica]
+        for note in (*plan.notes, *link_notes(config, members)):
             console.say(f"  {note}")
 
 

@@ -22,6 +22,7 @@ from mlx_mesh.mesh.hostfile_fields import (
     split_ssh_target,
 )
 from mlx_mesh.mesh.hostfile_words import in_words
+from mlx_mesh.mesh.interfaces import check_rules
 from mlx_mesh.mesh.messages import Deadlines
 from mlx_mesh.mesh.types import Backend, Sharding
 from mlx_mesh.mesh.yaml_lines import Lines, Place, YamlError, load_json_with_lines, load_yaml_with_lines
@@ -40,6 +41,7 @@ class HostEntry:
     models: str = ""  # folder on that host in which models are looked up first
     addresses: tuple[str, ...] = ()  # IPv4 for the data links; () = found by the launcher
     rdma: tuple[str | None, ...] = ()  # one device per host of the file, None for itself
+    interfaces: tuple[str, ...] = ()  # that may carry data, ^ in front of those that may not; () = all
     slots: int = 1  # ranks on this host
     layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0  # 0 = what the host reports
@@ -121,6 +123,7 @@ class _Host(_Strict):
     models: str = ""
     addresses: list[str] = []
     rdma: list[str | None] = []
+    interfaces: list[str] | None = None
     slots: int = pydantic.Field(default=1, ge=1, le=64)
     layers: Any = None
     memory_limit: Any = None
@@ -135,6 +138,7 @@ class _File(_Strict):
     replicas: int = pydantic.Field(default=1, ge=1, le=64)
     sharding: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
+    interfaces: list[str] = []
     serve: _Serve = _Serve()
     defaults: _Defaults = _Defaults()
     deadlines: dict[str, float] = {}
@@ -211,7 +215,13 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
     deadlines, late = read_deadlines(file.deadlines)
     for key, problem in late:
         faults.add(("deadlines", key), problem)
-    hosts = tuple(_host(host, index, file.defaults, lines, faults) for index, host in enumerate(file.hosts))
+    for position, rule in enumerate(file.interfaces):
+        for problem in check_rules([rule]):
+            faults.add(("interfaces", position), problem)
+    hosts = tuple(
+        _host(host, index, file.defaults, file.interfaces, lines, faults)
+        for index, host in enumerate(file.hosts)
+    )
     faults.raise_if_any()
     _check_together(hosts, faults)
     faults.raise_if_any()
@@ -236,10 +246,13 @@ def _check_readable_hosts(hosts: Any, lines: Lines, faults: _Faults) -> None:
     """The faults of those hosts that can be read, when the file as a whole cannot: all are told at once."""
     for index, given in enumerate(hosts if isinstance(hosts, list) else []):
         with contextlib.suppress(pydantic.ValidationError):  # told already
-            _host(_Host.model_validate(given), index, _Defaults(), lines, faults)
+            _host(_Host.model_validate(given), index, _Defaults(), [], lines, faults)
 
 
-def _host(host: _Host, index: int, defaults: _Defaults, lines: Lines, faults: _Faults) -> HostEntry:
+def _host(
+    host: _Host, index: int, defaults: _Defaults, interfaces: list[str], lines: Lines, faults: _Faults
+) -> HostEntry:
+    """`interfaces`: the file's, for hosts that have no rules of their own."""
     here: Place = ("hosts", index)
     ssh, user = "", ""
     if host.local and host.ssh:
@@ -268,6 +281,9 @@ def _host(host: _Host, index: int, defaults: _Defaults, lines: Lines, faults: _F
     for position, address in enumerate(host.addresses):
         for problem in check_address(address):
             faults.add((*here, "addresses", position), problem)
+    for position, rule in enumerate(host.interfaces or []):
+        for problem in check_rules([rule]):
+            faults.add((*here, "interfaces", position), problem)
     limit = parse_memory(host.memory_limit) if host.memory_limit is not None else 0
     if isinstance(limit, str):
         faults.add((*here, "memory_limit"), limit)
@@ -279,6 +295,7 @@ def _host(host: _Host, index: int, defaults: _Defaults, lines: Lines, faults: _F
         models=host.models or defaults.models,
         addresses=tuple(host.addresses),
         rdma=tuple(host.rdma),
+        interfaces=tuple(interfaces if host.interfaces is None else host.interfaces),
         slots=host.slots,
         layers=_pins(host, here, faults),
         memory_limit_bytes=limit if isinstance(limit, int) else 0,

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import fnmatch
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,37 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} ({self.evidence})"
 
 
+_RULE = re.compile(r"\^?[A-Za-z0-9.*?_\[\]-]+")
+
+
+def check_rules(rules: Sequence[str]) -> list[str]:
+    """What is wrong with rules about interfaces, with the fix: names, `*` for any characters, `^` in front of
+    what is not to be used."""
+    return [
+        f"`{rule}` is no interface; write a name like en5 or en*, and ^en0 for one that is not to be used"
+        for rule in rules
+        if not _RULE.fullmatch(rule)
+    ]
+
+
+def is_allowed(name: str, rules: Sequence[str]) -> bool:
+    """By the rules, an interface of that name may carry data: it is one of those named, if any are, and none
+    of those with ^."""
+    wanted = [rule for rule in rules if not rule.startswith("^")]
+    return (not wanted or any(fnmatch.fnmatchcase(name, rule) for rule in wanted)) and not any(
+        fnmatch.fnmatchcase(name, rule[1:]) for rule in rules if rule.startswith("^")
+    )
+
+
+def unknown_names(interfaces: Sequence[Interface], rules: Sequence[str]) -> list[str]:
+    """Rules that name what a host does not have, as after a typing mistake."""
+    return [
+        rule
+        for rule in rules
+        if not rule.startswith("^") and not any(fnmatch.fnmatchcase(i.name, rule) for i in interfaces)
+    ]
+
+
 def is_foreign(name: str) -> bool:
     """By its name, no link to another host of ours."""
     return FOREIGN.match(name) is not None
@@ -109,7 +141,7 @@ def _mac_interface(
         addresses=entry.addresses,
         is_active=entry.is_active,
         mtu=entry.mtu,
-        mbits=receptacle.gbits * 1000 if receptacle and receptacle.is_connected else 0,
+        mbits=receptacle.gbits * 1000 if receptacle and receptacle.is_connected else entry.mbits,
         bridge=bridge,
         own_id=receptacle.own_id if receptacle else "",
         peer_id=receptacle.peer_id if receptacle else "",

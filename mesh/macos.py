@@ -24,6 +24,7 @@ class IfconfigEntry(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
     members: tuple[str, ...] = ()  # of a bridge
     status: str = ""  # active, inactive; '' = not said
+    mbits: int = 0  # that Ethernet agreed on; 0 = not said
 
     @property
     def is_active(self) -> bool:
@@ -105,7 +106,14 @@ def _interface(block: str) -> IfconfigEntry:
         addresses=tuple(f"{address}/{_prefix_length(mask)}" for address, mask in inet),
         members=tuple(re.findall(r"^\s+member: (\S+)", block, re.MULTILINE)),
         status=status[1] if status else "",
+        mbits=_media_mbits(block),
     )
+
+
+def _media_mbits(block: str) -> int:
+    """Of `media: autoselect (10Gbase-T <full-duplex>)`, 1000baseT, 2500Base-T and the like."""
+    media = re.search(r"^\s+media: .*?(\d+)(G?)base", block, re.MULTILINE | re.IGNORECASE)
+    return int(media[1]) * (1000 if media[2] else 1) if media else 0
 
 
 def _prefix_length(mask: str) -> int:

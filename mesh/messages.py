@@ -68,6 +68,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...] = ()  # pinned number of layers of each slot; () = planned
     memory_limit_bytes: int = 0  # 0 = what the host reports
     rdma: tuple[str | None, ...] = ()
+    interfaces: tuple[str, ...] = ()  # that may carry data, see mesh.interfaces; () = all
     memory_rate: int = 0  # bytes and operations a second, for placement; 0 = unknown
     matrix_rate: int = 0
     replica: int = 0  # which one its ranks belong to

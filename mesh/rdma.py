@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.interfaces import Interface
 from mlx_mesh.mesh.types import Backend
 
@@ -65,6 +66,30 @@ def choose_backend(hosts: Sequence[tuple[str, Sequence[Interface]]]) -> BackendC
         )
     one, other = next(pair for pair in missing if pair in neighbours)
     return BackendChoice(backend=Backend.RING, reason=_why_not(hosts[one], hosts[other]))
+
+
+def pick_backend(
+    asked: Backend,
+    hosts: Sequence[tuple[str, Sequence[Interface]]],
+    *,
+    world_size: int,
+    told: tuple[tuple[str | None, ...], ...] = (),
+) -> BackendChoice:
+    """What the ranks talk over, on hosts with ranks in their order; `told`: devices that the hostfile names.
+    The ring is what every MLX has; one rank has no data group. Raises PreflightError with what is missing for
+    a backend that was asked for."""
+    if world_size == 1:
+        return BackendChoice(backend=Backend.NONE, reason="one rank")
+    if asked in (Backend.AUTO, Backend.NONE):
+        if len(hosts) < world_size:
+            return BackendChoice(backend=Backend.RING, reason="a host has several ranks")
+        return choose_backend(hosts)
+    if told or asked not in (Backend.JACCL, Backend.JACCL_RING):
+        return BackendChoice(backend=asked, reason="as asked", devices=told)
+    found = choose_backend(hosts)
+    if not found.devices or (asked is Backend.JACCL and found.backend is not asked):
+        raise PreflightError(f"backend {asked} cannot be had: {found.reason}. Use `backend: ring`.")
+    return BackendChoice(backend=asked, reason="as asked", devices=found.devices)
 
 
 def _why_not(one: tuple[str, Sequence[Interface]], other: tuple[str, Sequence[Interface]]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from mlx_mesh.mesh.errors import BringUpError
-from mlx_mesh.mesh.interfaces import Interface
+from mlx_mesh.mesh.interfaces import Interface, is_allowed, unknown_names
 from mlx_mesh.mesh.link_plan import PairLink, ring_links
 
 LOOPBACK = "127.0.0.1"
@@ -25,6 +25,18 @@ class HostLink:
     addresses: tuple[str, ...]  # its own IPv4 addresses, as it reports them
     is_pinned: bool = False  # `planned` is the user's word
     interfaces: tuple[Interface, ...] = ()
+    rules: tuple[str, ...] = ()  # which of them may carry data; () = all
+
+    @property
+    def allowed(self) -> tuple[Interface, ...]:
+        return tuple(interface for interface in self.interfaces if is_allowed(interface.name, self.rules))
+
+    def owner(self, address: str) -> Interface | None:
+        """Its interface that has this address."""
+        return next(
+            (i for i in self.interfaces if any(text.partition("/")[0] == address for text in i.addresses)),
+            None,
+        )
 
 
 class AddressPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +72,40 @@ def plan_addresses(
     plan = AddressPlan(data=reached, control=reached[hosts[0].host])
     if not is_ring or all(ipaddress.ip_address(address).is_loopback for address in reached.values()):
         return plan
+    _check_rules(hosts)
     pinned = {link.host: reached[link.host] for link in hosts if link.is_pinned}
-    chosen = ring_links([(link.host, link.interfaces) for link in hosts], allow_wifi, pinned)
+    chosen = ring_links([(link.host, link.allowed) for link in hosts], allow_wifi, pinned)
     data = reached | {host: link.listens.address for host, link in chosen.items()}
+    _check_excluded(hosts, data)
     return msgspec.structs.replace(plan, data=data, links=chosen)
+
+
+def _check_rules(hosts: Sequence[HostLink]) -> None:
+    """Raises BringUpError for interfaces that are named and not there."""
+    errors = [
+        f"host {link.host}: it has no interface {', '.join(unknown)}; it has "
+        f"{', '.join(i.name for i in link.interfaces) or 'none'}"
+        for link in hosts
+        if (unknown := unknown_names(link.interfaces, link.rules))
+    ]
+    if errors:
+        raise BringUpError("the interfaces that are to be used are not there:\n  " + "\n  ".join(errors))
+
+
+def _check_excluded(hosts: Sequence[HostLink], data: dict[str, str]) -> None:
+    """Raises BringUpError where only an interface is left that the rules leave out."""
+    errors = []
+    for index, link in enumerate(hosts):
+        owner = link.owner(data[link.host])
+        if owner is not None and not is_allowed(owner.name, link.rules):
+            before = hosts[index - 1].host
+            errors.append(
+                f"host {link.host}: {before} could reach it at {data[link.host]} only, on {owner.what}, "
+                f"which `interfaces` ({', '.join(link.rules)}) leaves out; allow it, or give both another "
+                "network in common"
+            )
+    if errors:
+        raise BringUpError("the data links have no usable address plan:\n  " + "\n  ".join(errors))
 
 
 def _address_of(link: HostLink) -> str:

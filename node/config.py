@@ -24,6 +24,7 @@ from dotenv import dotenv_values
 from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.foreign_flags import refuse_foreign
+from mlx_mesh.mesh.interfaces import check_rules
 from mlx_mesh.mesh.kv_options import check_kv_options
 from mlx_mesh.mesh.log_lines import LOG_FORMATS
 from mlx_mesh.mesh.messages import AgentConfig, Deadlines, HostPlan, MeshConfig
@@ -116,6 +117,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="json: an object per line, of what this agent says and of the ranks' files",
     )
     mesh.add_argument("--replicas", type=int, default=1, metavar="N", help="1: `mlx-mesh up` has more")
+    mesh.add_argument(
+        "--interface",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="server rank only: let data go over this interface only, on all hosts (en5, en*), or never over "
+        "it (^en0); may be repeated",
+    )
     serve = parser.add_argument_group("serving (server rank only)")
     serve.add_argument("--host", default="127.0.0.1", help="address for HTTP (127.0.0.1)")
     serve.add_argument("--port", type=int, default=18000, help="port for HTTP (18000), 0 = a free one")
@@ -262,8 +271,11 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
     api_keys = _api_keys(flags.api_key_file, source)
     if flags.max_kv_size is not None and flags.max_kv_size < 1:
         raise SettingsError(f"--max-kv-size {flags.max_kv_size} is out of range; it must be at least 1.")
+    for problem in check_rules(flags.interface):
+        raise SettingsError(f"--interface {problem}.")
     return msgspec.structs.replace(
         mesh,
+        hosts=tuple(msgspec.structs.replace(host, interfaces=tuple(flags.interface)) for host in mesh.hosts),
         sharding=Sharding(flags.sharding),
         backend=Backend(flags.backend),
         allow_wifi=flags.allow_wifi,

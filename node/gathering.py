@@ -11,10 +11,10 @@ import msgspec
 
 from mlx_mesh.mesh.errors import PlacementError, PreflightError
 from mlx_mesh.mesh.footprint import ModelFootprint
-from mlx_mesh.mesh.interfaces import Interface
+from mlx_mesh.mesh.interfaces import is_allowed
 from mlx_mesh.mesh.messages import Join
 from mlx_mesh.mesh.placement import HostCapacity, PlacementRequest, plan_placement
-from mlx_mesh.mesh.rdma import BackendChoice, choose_backend
+from mlx_mesh.mesh.rdma import BackendChoice, pick_backend
 from mlx_mesh.mesh.replicas import share_of
 from mlx_mesh.mesh.topology import AddressPlan, HostLink, plan_addresses
 from mlx_mesh.mesh.types import Backend, Placement, Sharding, Versions
@@ -175,25 +175,13 @@ def place_model(roster: Roster, footprint: ModelFootprint, chosen: Sequence[int]
 
 
 def backend_of(roster: Roster) -> BackendChoice:
-    """What the ranks talk over. The ring is what every MLX has; one rank has no data group."""
-    asked = roster.mesh.backend
-    if roster.world_size == 1:
-        return BackendChoice(backend=Backend.NONE, reason="one rank")
+    """What the ranks talk over. Raises PreflightError."""
+    hosts = [
+        (seat.host, [i for i in member.join.facts.interfaces if is_allowed(i.name, seat.plan.interfaces)])
+        for seat, member in roster.placed()
+    ]
     told = _rdma_of_hostfile(roster)
-    if asked in (Backend.AUTO, Backend.NONE):
-        if len(list(roster.placed())) < roster.world_size:
-            return BackendChoice(backend=Backend.RING, reason="a host has several ranks")
-        return choose_backend(_interfaces(roster))
-    if told or asked not in (Backend.JACCL, Backend.JACCL_RING):
-        return BackendChoice(backend=asked, reason="as asked", devices=told)
-    found = choose_backend(_interfaces(roster))
-    if not found.devices or (asked is Backend.JACCL and found.backend is not asked):
-        raise PreflightError(f"backend {asked} cannot be had: {found.reason}. Use `backend: ring`.")
-    return BackendChoice(backend=asked, reason="as asked", devices=found.devices)
-
-
-def _interfaces(roster: Roster) -> list[tuple[str, tuple[Interface, ...]]]:
-    return [(seat.host, member.join.facts.interfaces) for seat, member in roster.placed()]
+    return pick_backend(roster.mesh.backend, hosts, world_size=roster.world_size, told=told)
 
 
 def _rdma_of_hostfile(roster: Roster) -> tuple[tuple[str | None, ...], ...]:
@@ -220,6 +208,7 @@ def plan_links(roster: Roster, backend: Backend) -> AddressPlan:
                 addresses=member.join.facts.addresses,
                 is_pinned=seat.plan.is_pinned,
                 interfaces=member.join.facts.interfaces,
+                rules=seat.plan.interfaces,
             )
             for seat, member in roster.placed()
         ],

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from mlx_mesh.launcher.asking import Answer
-from mlx_mesh.launcher.net_command import Notes, apply_host, lines, sudo, undo_of
+from mlx_mesh.launcher.net_command import Notes, apply_host, cable_reached_over, lines, sudo, undo_of
 from mlx_mesh.launcher.remote import LocalHost
 from mlx_mesh.mesh.doctor import Examined
 from mlx_mesh.mesh.errors import MeshError
@@ -127,6 +127,12 @@ def test_macs_own_errors_with_status_0_count(box: tuple[LocalHost, Path]) -> Non
     host, folder = box
     (folder / "sudo").write_text("#!/bin/sh\necho '** Error: The parameters were not valid.'\n")
     assert "not valid" in sudo(host, ["networksetup", "-setmanual"])
+
+
+def test_the_cable_over_which_a_host_is_reached_is_not_taken_away_from_under_it(macs: ModuleType) -> None:
+    report = macs.report_of(macs.Mac(is_bridged=True, bridge=("169.254.2.2/16",)))
+    assert cable_reached_over("169.254.2.2", report) == "bridge0 (Thunderbolt Bridge)"
+    assert cable_reached_over("192.168.1.1", report) == cable_reached_over("", report) == ""
 
 
 def test_people_see_cables_commands_reasons_and_the_way_back(macs: ModuleType) -> None:

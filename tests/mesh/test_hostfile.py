@@ -304,3 +304,13 @@ def test_layers_is_one_number_for_all_slots_or_one_for_each() -> None:
     assert parse_hostfile(text.replace("LAYERS", "[20, 10]"), "f").hosts[0].layers == (20, 10)
     with pytest.raises(HostfileError, match="f:3: 1 numbers of layers for 2 slots"):
         parse_hostfile(text.replace("LAYERS", "[20]"), "f")
+
+
+def test_rules_about_interfaces_are_the_files_unless_a_host_has_its_own() -> None:
+    text = "interfaces: [en*, ^en0]\nhosts:\n  - {local: true}\n  - {ssh: a, interfaces: [en5]}\n"
+    text += "  - {ssh: b, interfaces: []}\n"
+    assert [host.interfaces for host in parse_hostfile(text).hosts] == [("en*", "^en0"), ("en5",), ()]
+    with pytest.raises(HostfileError) as error:
+        parse_hostfile("interfaces: [en 5]\nhosts:\n  - {local: true, interfaces: ['^']}\n")
+    assert "hosts.yaml:1: `en 5` is no interface" in str(error.value)
+    assert "hosts.yaml:3: `^` is no interface" in str(error.value)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from mlx_mesh.mesh.errors import BringUpError
+from mlx_mesh.mesh.errors import BringUpError, PreflightError
 from mlx_mesh.mesh.interfaces import Interface, LinkClass, LinuxEntry, linux_interface, mac_interfaces
 from mlx_mesh.mesh.link_plan import links_between, overlapping_subnets, ring_links
 from mlx_mesh.mesh.macos import parse_hardware_ports, parse_ifconfig, parse_rdma_devices, parse_thunderbolt
-from mlx_mesh.mesh.rdma import choose_backend
+from mlx_mesh.mesh.rdma import choose_backend, pick_backend
 from mlx_mesh.mesh.types import Backend
 
 Seen = Callable[[Any], tuple[Interface, ...]]
@@ -267,3 +267,44 @@ def test_what_is_missing_for_rdma_is_said(
 def test_without_a_cable_it_is_said_between_whom(macs: ModuleType, seen: Seen) -> None:
     hosts = [(f"mac{mac.number}", seen(mac)) for mac in macs.mesh_of(macs.Mac(), 2, [])]
     assert choose_backend(hosts).reason == "no Thunderbolt cable joins mac1 and mac2"
+
+
+# ---------------------------------------------------------------- asked for, or chosen
+
+
+def test_a_backend_that_was_asked_for_and_cannot_be_had_is_an_error_with_its_reason(
+    macs: ModuleType, seen: Seen
+) -> None:
+    made = macs.mesh_of(macs.Mac(has_rdma=False), 2, macs.full_mesh(2))
+    hosts = [(f"mac{mac.number}", seen(mac)) for mac in made]
+    with pytest.raises(PreflightError, match=r"backend jaccl cannot be had: mac1 has no RDMA devices"):
+        pick_backend(Backend.JACCL, hosts, world_size=2)
+    choice = pick_backend(Backend.AUTO, hosts, world_size=2)
+    assert choice.backend is Backend.RING and "mac1 has no RDMA devices" in choice.reason
+    told = ((None, "rdma_en9"), ("rdma_en9", None))
+    assert pick_backend(Backend.JACCL, hosts, world_size=2, told=told).devices == told
+
+
+def test_jaccl_over_a_ring_is_no_full_jaccl(macs: ModuleType, seen: Seen) -> None:
+    cables = [((1, 1), (2, 1)), ((2, 2), (3, 1)), ((3, 2), (4, 1)), ((4, 2), (1, 2))]
+    hosts = [(f"mac{mac.number}", seen(mac)) for mac in macs.mesh_of(macs.Mac(), 4, cables)]
+    assert pick_backend(Backend.JACCL_RING, hosts, world_size=4).backend is Backend.JACCL_RING
+    with pytest.raises(PreflightError, match="jaccl cannot be had"):
+        pick_backend(Backend.JACCL, hosts, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("media", "mbits"),
+    [
+        ("media: autoselect (10Gbase-T <full-duplex>)", 10_000),
+        ("media: autoselect (1000baseT <full-duplex,flow-control>)", 1000),
+        ("media: autoselect (2500Base-T <full-duplex>)", 2500),
+        ("media: autoselect <full-duplex>", 0),
+        ("media: <unknown type>", 0),
+    ],
+)
+def test_the_rate_of_ethernet_is_read(media: str, mbits: int) -> None:
+    (entry,) = parse_ifconfig(f"en0: flags=8863<UP,RUNNING> mtu 1500\n\t{media}\n\tstatus: active\n")
+    assert entry.mbits == mbits
+    (made,) = mac_interfaces([entry], {"en0": "Ethernet"}, [], [])
+    assert made.mbits == mbits
