@@ -295,6 +295,7 @@ def _plan(arguments: Arguments) -> int:
     question = PlanQuestion(
         model=arguments.model,
         adapter=arguments.adapter_path,
+        vision=arguments.vision,
         hostfile=arguments.hostfile,
         num_nodes=arguments.nodes,
         memory=arguments.memory,
@@ -363,6 +364,7 @@ def _chosen_config(arguments: Arguments) -> LaunchConfig:
     flags = Flags(
         model=arguments.model,
         adapter=getattr(arguments, "adapter_path", None),
+        vision=getattr(arguments, "vision", None),
         sharding=getattr(arguments, "sharding", None),
         kv_bits=getattr(arguments, "kv_bits", None),
         kv_group_size=getattr(arguments, "kv_group_size", None),
@@ -509,6 +511,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_adapter_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter-path", metavar="DIR", help="LoRA or DoRA adapter, a folder on each host")
+    parser.add_argument(
+        "--vision",
+        action=argparse.BooleanOptionalAction,
+        help="serve the model with or without its vision tower (default: with, where mlx-vlm can)",
+    )
 
 
 def _add_kv_flags(parser: argparse.ArgumentParser) -> None:
@@ -618,6 +625,7 @@ def _flags(arguments: Arguments) -> Flags:
     return Flags(
         model=arguments.model,
         adapter=arguments.adapter_path,
+        vision=arguments.vision,
         embedding_model=arguments.embedding_model,
         allowed_models=tuple(arguments.allow_model),
         log_format=arguments.log_format,

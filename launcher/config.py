@@ -17,7 +17,7 @@ from mlx_mesh.mesh.log_lines import LogFormat
 from mlx_mesh.mesh.messages import Deadlines, MeshConfig
 from mlx_mesh.mesh.prefix_settings import PrefixSettings, check_keys
 from mlx_mesh.mesh.replicas import divide
-from mlx_mesh.mesh.types import Backend, Sharding
+from mlx_mesh.mesh.types import Backend, Sharding, VisionMode
 
 API_KEY_VARIABLE = "MLX_MESH_API_KEY"
 MIN_KEY_CHARACTERS = 8
@@ -33,6 +33,7 @@ class Flags:
 
     model: str | None = None
     adapter: str | None = None
+    vision: bool | None = None
     embedding_model: str | None = None
     allowed_models: tuple[str, ...] = ()
     log_format: LogFormat = "text"
@@ -71,6 +72,7 @@ class LaunchConfig:
     hosts: tuple[HostEntry, ...]  # the first one leads; with replicas, parts of those of the hostfile
     num_replicas: int = 1
     adapter: str = ""  # folder of an adapter on each host; '' = none
+    vision: VisionMode = VisionMode.AUTO
     embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
     allowed_models: tuple[str, ...] = ()  # that may be loaded in place of `model`; alike on all hosts
     log_format: LogFormat = "text"
@@ -190,6 +192,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         adapter=anchor_adapter(hostfile.adapter, _folder_of(hostfile))
         if flags.adapter is None
         else anchor_adapter(flags.adapter, Path.cwd()),
+        vision=VisionMode.of(hostfile.vision if flags.vision is None else flags.vision),
         log_format=flags.log_format,
         allowed_models=allowed_models,
         embedding_model=embedding_model,

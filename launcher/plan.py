@@ -28,7 +28,7 @@ from mlx_mesh.mesh.placement import (
 )
 from mlx_mesh.mesh.replicas import share_of
 from mlx_mesh.mesh.survey import hosts_that_hold_all
-from mlx_mesh.mesh.types import Placement
+from mlx_mesh.mesh.types import Placement, VisionMode
 
 INSPECT_TIMEOUT_S = 120.0
 
@@ -43,7 +43,9 @@ class Plan:
 def make_plans(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> tuple[Plan, ...]:
     """One for each replica. Raises PlacementError with the reason and the valid choices; nothing was loaded
     then."""
-    footprint = with_kv_options(read_footprint(hosts[0], is_offline=config.is_offline), config.kv_options)
+    footprint = with_kv_options(
+        read_footprint(hosts[0], is_offline=config.is_offline, vision=config.vision), config.kv_options
+    )
     if config.num_replicas == 1:
         return (make_plan(config, hosts, footprint, hosts[0]),)
     plans = []
@@ -163,15 +165,21 @@ def capacity_of(host: ReadyHost, measurements: Measurements, reserved: int = 0) 
     )
 
 
-def read_footprint(leader: ReadyHost, *, is_offline: bool = False) -> ModelFootprint:
+def read_footprint(
+    leader: ReadyHost, *, is_offline: bool = False, vision: VisionMode = VisionMode.AUTO
+) -> ModelFootprint:
     """Sizes and legal cuts, told by a short-lived process on the leader's host. Raises PlacementError."""
-    flags = inspect_flags(leader.adapter, is_offline=is_offline)
+    flags = inspect_flags(leader.adapter, is_offline=is_offline, vision=vision)
     return ask_footprint(leader.remote, leader.python, leader.model, *flags)
 
 
-def inspect_flags(adapter: str, *, is_offline: bool) -> list[str]:
+def inspect_flags(adapter: str, *, is_offline: bool, vision: VisionMode = VisionMode.AUTO) -> list[str]:
     """Further words for the process that reads sizes."""
-    return [*(["--adapter-path", adapter] if adapter else []), *(["--offline"] if is_offline else [])]
+    return [
+        *(["--adapter-path", adapter] if adapter else []),
+        *(["--vision", vision.value] if vision is not VisionMode.AUTO else []),
+        *(["--offline"] if is_offline else []),
+    ]
 
 
 def ask_footprint(remote: RemoteHost, python: str, model: str, *flags: str) -> ModelFootprint:

@@ -42,7 +42,7 @@ from mlx_mesh.mesh.links import LINKS, Link
 from mlx_mesh.mesh.measurements import Measurements, Rates, rates_of, rates_of_chip, slowest_link
 from mlx_mesh.mesh.placement import format_bytes
 from mlx_mesh.mesh.survey import Option, Survey, survey
-from mlx_mesh.mesh.types import Backend, HostFacts, Sharding
+from mlx_mesh.mesh.types import Backend, HostFacts, Sharding, VisionMode
 
 FACTS_TIMEOUT_S = 60.0
 MOST_NODES = 64
@@ -59,6 +59,7 @@ class PlanQuestion:
 
     model: str
     adapter: str | None = None  # folder
+    vision: bool | None = None
     hostfile: str | None = None
     num_nodes: int | None = None
     memory: str = ""  # "64GB" or "128GB,64GB", as the machines are sold
@@ -159,7 +160,11 @@ def _ask_hosts(
     """What the hosts of the hostfile say, as `up` asks them."""
     assert question.hostfile is not None
     flags = Flags(
-        model=model, adapter=question.adapter, ssh_config=question.ssh_config, is_offline=question.is_offline
+        model=model,
+        adapter=question.adapter,
+        vision=question.vision,
+        ssh_config=question.ssh_config,
+        is_offline=question.is_offline,
     )
     config = build_config(read_hostfile(question.hostfile), flags, {})
     preflight = check_hosts(config)
@@ -172,7 +177,7 @@ def _ask_hosts(
             if (note := rates_of(host.facts, measurements).note)
         ]
         notes += limit_advice(ready)
-        footprint = read_footprint(ready[0], is_offline=question.is_offline)
+        footprint = read_footprint(ready[0], is_offline=question.is_offline, vision=config.vision)
         return (
             footprint,
             [capacity_of(host, measurements) for host in ready],
@@ -185,7 +190,8 @@ def _ask_hosts(
 
 def _ask_here(question: PlanQuestion, model: str) -> ModelFootprint:
     adapter = str(Path(question.adapter).expanduser().absolute()) if question.adapter else ""
-    flags = inspect_flags(adapter, is_offline=question.is_offline)
+    vision = VisionMode.of(question.vision)
+    flags = inspect_flags(adapter, is_offline=question.is_offline, vision=vision)
     return ask_footprint(LocalHost("this machine"), sys.executable, model, *flags)
 
 

@@ -38,7 +38,7 @@ def _run(
     task = ReferenceTask(
         answers=tuple(answers), memory_bytes=limit // MEMORY_PART, kv_options=config.kv_options
     )
-    flags = inspect_flags(host.adapter, is_offline=config.is_offline)
+    flags = inspect_flags(host.adapter, is_offline=config.is_offline, vision=config.vision)
     words = [host.python, "-I", "-u", "-m", "mlx_mesh.node.engine.reference", host.model, *flags]
     found: list[str] = []
     said: list[str] = []

@@ -632,6 +632,7 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         strip_thinking=config.strip_thinking,
         embedding_model=hosts[0].embedding,
         allowed_models=config.allowed_models,
+        vision=config.vision,
         log_format=config.log_format,
         context_length=config.context_length,
         max_sequences=config.max_sequences,

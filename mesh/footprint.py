@@ -50,11 +50,12 @@ class TensorFootprint(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_read_bytes: int = 0  # of them, what a token reads: the output head
     num_lookups: int = 0  # embeddings among them, each of which costs a sum
     logits_bytes: int = 0  # of one token, when the output head is divided: the leader gets all of them
+    tower_bytes: int = 0  # rank 0 alone holds them, and no token reads them: see ModelFootprint
 
     def weights_bytes(self, weights: Sequence[int], rank: int) -> int:
         """What one rank holds of the model, to the byte when `divided` is given."""
         divided = sum(part.of_rank(weights, rank) for part in self.divided)
-        return self.replicated_bytes + divided + (0 if rank else self.leader_bytes)
+        return self.replicated_bytes + divided + (0 if rank else self.leader_bytes + self.tower_bytes)
 
     def kv_parts(self, weights: Sequence[int]) -> list[tuple[int, int]]:
         """Of the keys and values that are divided, the part that each rank has, as (so many, of so many).
@@ -98,10 +99,14 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     every_stage_bytes: int = 0  # part of embedding_bytes that all stages read (per-layer inputs)
     kv_refusal: str = ""  # why no keys and values of this model can be quantised; '' = see the layers
     quantization: str = ""  # "4 bit, groups of 64"; '' = none, or unknown
+    media: tuple[str, ...] = ()  # what prompts may hold beside text: "image"
+    media_refusal: str = ""  # why pictures are refused although the model has a tower; '' = it takes them
+    tower_bytes: int = 0  # towers and projectors of such models, on rank 0 alone
 
     @property
     def weights_bytes(self) -> int:
-        return self.embedding_bytes + self.head_bytes + sum(layer.weights_bytes for layer in self.layers)
+        layers = sum(layer.weights_bytes for layer in self.layers)
+        return self.embedding_bytes + self.head_bytes + layers + self.tower_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:

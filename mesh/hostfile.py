@@ -67,6 +67,7 @@ class Hostfile:
     embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
     allowed_models: tuple[str, ...] = ()  # that may be loaded in place of `model`
     num_replicas: int = 1
+    vision: bool | None = None  # None = as the model's config says
     sharding: Sharding = Sharding.AUTO
     backend: Backend = Backend.AUTO
     serve_host: str = "127.0.0.1"
@@ -136,6 +137,7 @@ class _File(_Strict):
     embedding_model: str = ""
     allow_model: list[str] = []
     replicas: int = pydantic.Field(default=1, ge=1, le=64)
+    vision: bool | None = None
     sharding: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
     interfaces: list[str] = []
@@ -233,6 +235,7 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
         embedding_model=file.embedding_model,
         allowed_models=tuple(file.allow_model),
         num_replicas=file.replicas,
+        vision=file.vision,
         sharding=Sharding(file.sharding),
         backend=Backend(file.backend),
         serve_host=file.serve.host,

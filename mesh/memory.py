@@ -87,14 +87,15 @@ class ModelMemory:
 
     def stage(self, start: int, end: int) -> Need:
         """A pipeline stage of layers [start, end): the first one also reads the embedding, the last one the
-        norm and the head, which is the embedding again when tied (read once when it is the only stage)."""
+        norm and the head, which is the embedding again when tied (read once when it is the only stage), and
+        of a vision model the towers and the embedding."""
         footprint = self.footprint
         weights = self.layers_weights(start, end)
         is_first, is_last = start == 0, end == footprint.num_layers
-        if is_first or (is_last and footprint.tied_embedding):
+        if is_first or (is_last and (footprint.tied_embedding or footprint.media)):
             weights += footprint.embedding_bytes
         if is_last:
-            weights += footprint.head_bytes
+            weights += footprint.head_bytes + footprint.tower_bytes
         return need_of(weights, self.kv_before[end] - self.kv_before[start])
 
     def tensor_share(self, attention_units: int, mlp_units: int) -> Need:

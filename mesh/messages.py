@@ -25,7 +25,7 @@ from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.links import Link
 from mlx_mesh.mesh.log_lines import LogFormat
 from mlx_mesh.mesh.prefix_settings import PrefixCounters, PrefixSettings
-from mlx_mesh.mesh.types import Backend, HostFacts, Phase, Placement, Sharding, Versions
+from mlx_mesh.mesh.types import Backend, HostFacts, Phase, Placement, Sharding, Versions, VisionMode
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest message on any channel: a prompt of a million tokens takes about 5 MB."""
@@ -92,6 +92,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
     embedding_model: str = ""  # folder or hub id on the leader; '' = no embeddings
     allowed_models: tuple[str, ...] = ()  # that may be loaded in place of the first one
+    vision: VisionMode = VisionMode.AUTO
     log_format: LogFormat = "text"
     context_length: int = 0  # 0 = the model's
     max_sequences: int = 32  # decoded together
@@ -189,6 +190,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     system_tokens: int = 0  # of these, the one that ends behind the system message; 0 = there is none
     media: Media | None = None  # then prompt_ids are of the text alone, and the engine makes the real ones
     conversation: str = ""  # those of one go to the same replica, where there are several
+    prefix_keys: tuple[int, ...] = ()  # set by the engine: what tokens of such a prompt are known by
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +230,9 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     reuse: int = 0  # the entry, or the row with that entry, whose cache it begins with; 0 = none
     num_reused: int = 0  # tokens of it; fewer than the prompt has
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens, entry): keep the cache as it is there, too
+    features: bytes = (
+        b""  # of a prompt with pictures: the language model's inputs; travels in a frame of its own
+    )
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,6 +315,7 @@ class Load(Message, frozen=True):
     kv: KvBudget = KvBudget()  # of all ranks; the leader admits by it
     prefix: PrefixSettings = PrefixSettings()
     kv_options: KvOptions = KvOptions()
+    with_vision: bool = False  # mlx-vlm's model, with its towers on rank 0
 
 
 class WarmUp(Message, frozen=True):

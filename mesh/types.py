@@ -19,6 +19,19 @@ class Sharding(StrEnum):
     NONE = "none"  # world size 1
 
 
+class VisionMode(StrEnum):
+    """Whether a vision model is served with its towers: as its config says, or as the user wants."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+    @classmethod
+    def of(cls, choice: bool | None) -> VisionMode:
+        """Of --vision, --no-vision or neither."""
+        return cls.AUTO if choice is None else cls.ON if choice else cls.OFF
+
+
 class Backend(StrEnum):
     AUTO = "auto"
     RING = "ring"

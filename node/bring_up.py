@@ -53,6 +53,7 @@ class EpochPlan:
     kv: KvBudget
     prefix: PrefixSettings
     kv_options: KvOptions
+    with_vision: bool
     is_paranoid: bool
     is_first: bool  # no epoch was ready before: what misses a deadline now is not tried again
 
@@ -209,6 +210,7 @@ async def _load(control: Control, plan: EpochPlan) -> None:
                 kv=plan.kv,
                 prefix=plan.prefix,
                 kv_options=plan.kv_options,
+                with_vision=plan.with_vision,
             ),
         )
     limit = control.deadlines.load_stall_s

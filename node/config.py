@@ -28,7 +28,7 @@ from mlx_mesh.mesh.interfaces import check_rules
 from mlx_mesh.mesh.kv_options import check_kv_options
 from mlx_mesh.mesh.log_lines import LOG_FORMATS
 from mlx_mesh.mesh.messages import AgentConfig, Deadlines, HostPlan, MeshConfig
-from mlx_mesh.mesh.types import Backend, Sharding
+from mlx_mesh.mesh.types import Backend, Sharding, VisionMode
 from mlx_mesh.node.keys import MIN_SECRET_BYTES
 
 DEFAULT_PORT = 17863
@@ -149,6 +149,11 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--kv-bits", type=int, metavar="N", help="quantise the KV cache to so many bits")
     serve.add_argument("--kv-group-size", type=int, metavar="N", help="in groups of 32, 64 or 128 (64)")
     serve.add_argument("--quantized-kv-start", type=int, metavar="TOKENS", help="only 0: from the first one")
+    serve.add_argument(
+        "--vision",
+        action=argparse.BooleanOptionalAction,
+        help="serve the model with or without its vision tower (with, where mlx-vlm can)",
+    )
     serve.add_argument("--strip-thinking", action="store_true", help="leave reasoning out of answers")
     prefix_settings.add_flags(serve)
     return parser
@@ -284,6 +289,7 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         api_keys=api_keys,
         served_model_names=tuple(flags.served_model_name),
         chat_template=flags.chat_template,
+        vision=VisionMode.of(flags.vision),
         strip_thinking=flags.strip_thinking,
         elastic=flags.elastic,
         prefix=prefix_settings.check_keys(prefix_settings.read_flags(flags), api_keys),

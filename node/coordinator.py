@@ -43,7 +43,7 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.mesh.rdma import BackendChoice
 from mlx_mesh.mesh.survivors import Serve, StayDown
 from mlx_mesh.mesh.topology import AddressPlan
-from mlx_mesh.mesh.types import Backend, Phase, Placement, Sharding
+from mlx_mesh.mesh.types import Backend, Phase, Placement, Sharding, VisionMode
 from mlx_mesh.node.bring_up import EpochPlan, bring_up
 from mlx_mesh.node.channel import AgentsChannel
 from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
@@ -417,13 +417,17 @@ class Coordinator:
             self._set_placement(placement)
 
     async def _inspect(self, model: Path) -> None:
-        self._footprint = await self._sizes_of(model, self._config.adapter)
+        self._footprint = await self._sizes_of(model, self._config.adapter, self.mesh.vision)
+        if self._footprint.media_refusal:
+            self._output.note(f"prompts hold text only: {self._footprint.media_refusal}")
         self._changed.set()
 
-    async def _sizes_of(self, model: Path, adapter: str) -> ModelFootprint:
+    async def _sizes_of(
+        self, model: Path, adapter: str, vision: VisionMode = VisionMode.AUTO
+    ) -> ModelFootprint:
         """With caches as this mesh keeps them. Raises PlacementError."""
         folder = Path(adapter) if adapter else None
-        found = await self._inspector.sizes_of(model, self.deadlines.spawn_s, folder)
+        found = await self._inspector.sizes_of(model, self.deadlines.spawn_s, folder, vision)
         return with_kv_options(found, self.mesh.kv_options)
 
     async def _plan_epoch(self) -> EpochPlan:
@@ -455,6 +459,7 @@ class Coordinator:
             kv=self._kv_budget(),
             prefix=self.mesh.prefix,
             kv_options=self.mesh.kv_options,
+            with_vision=bool(self._footprint.media),
             is_first=not self._was_ready,
             is_paranoid=self.mesh.paranoid,
         )
@@ -653,7 +658,11 @@ class Coordinator:
                 raise PreflightError(problem)
             is_first = request.model == self._config.model
             digest = "" if is_first else await asyncio.to_thread(_digest_of, request.model, folder)
-            footprint = await self._sizes_of(folder, self._config.adapter if is_first else "")
+            footprint = await (
+                self._sizes_of(folder, self._config.adapter, self.mesh.vision)
+                if is_first
+                else self._sizes_of(folder, "")
+            )
             if not self._desk.is_ready or self.roster.epoch.number != epoch:
                 raise BringUpError("the mesh began anew meanwhile; ask again when it is ready")
             placement = place_model(self.roster, footprint, [seat.index for seat, _ in self.roster.placed()])

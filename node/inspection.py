@@ -13,6 +13,7 @@ import msgspec
 
 from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.types import VisionMode
 from mlx_mesh.node.children import child_environment
 from mlx_mesh.node.processes import describe_exit
 
@@ -20,7 +21,11 @@ _LAST_LINES = 15
 
 
 async def inspect_model(
-    program: Sequence[str], folder: Path, timeout_s: float, adapter: Path | None = None
+    program: Sequence[str],
+    folder: Path,
+    timeout_s: float,
+    adapter: Path | None = None,
+    vision: VisionMode = VisionMode.AUTO,
 ) -> ModelFootprint:
     """Run `program folder`, with the adapter if there is one; ModelFootprint is the last line of its stdout.
 
@@ -30,6 +35,7 @@ async def inspect_model(
         *program,
         str(folder),
         *(["--adapter-path", str(adapter)] if adapter is not None else []),
+        *(["--vision", vision.value] if vision is not VisionMode.AUTO else []),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -69,15 +75,21 @@ class Inspector:
 
     def __init__(self, program: Sequence[str]) -> None:
         self._program = program
-        self._asked: dict[tuple[Path, Path | None], asyncio.Task[ModelFootprint]] = {}
-        self._num_waiting: Counter[tuple[Path, Path | None]] = Counter()
+        self._asked: dict[tuple[Path, Path | None, VisionMode], asyncio.Task[ModelFootprint]] = {}
+        self._num_waiting: Counter[tuple[Path, Path | None, VisionMode]] = Counter()
 
-    async def sizes_of(self, folder: Path, timeout_s: float, adapter: Path | None = None) -> ModelFootprint:
+    async def sizes_of(
+        self,
+        folder: Path,
+        timeout_s: float,
+        adapter: Path | None = None,
+        vision: VisionMode = VisionMode.AUTO,
+    ) -> ModelFootprint:
         """Raises PlacementError."""
-        key = (folder, adapter)
+        key = (folder, adapter, vision)
         task = self._asked.get(key)
         if task is None:
-            task = asyncio.create_task(inspect_model(self._program, folder, timeout_s, adapter))
+            task = asyncio.create_task(inspect_model(self._program, folder, timeout_s, adapter, vision))
             self._asked[key] = task
             task.add_done_callback(lambda done: self._asked.pop(key, None))
         self._num_waiting[key] += 1

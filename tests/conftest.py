@@ -301,3 +301,16 @@ def _bert_weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
             shapes |= {f"{prefix}{name}.weight": (size,), f"{prefix}{name}.bias": (size,)}
     random = np.random.default_rng(5)
     return {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="session")
+def vlm() -> ModuleType:
+    """See vlm.py: a tiny vision model, pictures and prompts for it."""
+    return load_module(ROOT / "tests" / "vlm.py")
+
+
+@pytest.fixture(scope="session")
+def tiny_vlm_folder(vlm: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random float32 vision model that can be served."""
+    folder: Path = vlm.save(tmp_path_factory.mktemp("tiny-vlm"))
+    return folder

@@ -31,6 +31,7 @@ from mlx_mesh.mesh.types import Placement, Shard, Sharding
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.probe import divisible_units
 from mlx_mesh.node.engine.rehearsal import Rehearsal
+from mlx_mesh.node.engine.row_media import reads_alone
 from mlx_mesh.node.engine.rules import Proposal, Unit, gathered
 from mlx_mesh.node.engine.small import small_configs
 from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
@@ -151,7 +152,10 @@ class _Small:
 
 
 def _small_model(lazy: LazyModel) -> _Small | None:
-    """None when no narrowing of the config works."""
+    """None when no narrowing of the config works. mlx-lm's model of a vision model's config is another one
+    than the language part that is served."""
+    if reads_alone(lazy.model):
+        return None
     for config in small_configs(lazy.config):
         try:
             weights = _weights(_build(lazy, config, None))

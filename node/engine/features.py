@@ -33,6 +33,10 @@ DROPPED = ("attention_mask_4d", "rope_deltas")
 """Never read by a language model that gets caches and positions; the delta is kept as a number."""
 
 
+_STATE = ("_position_ids", "_rope_deltas")
+"""What some families leave on the language model between calls."""
+
+
 class UnknownFeatureError(ValueError):
     """A model hands over something that no rule cuts into chunks; the message names it."""
 
@@ -45,6 +49,7 @@ class Features:
     length: int
     fields: dict[str, Any]
     delta: int = 0
+    keys: tuple[int, ...] = ()  # what the prompt's tokens are known by in prefix caches
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Features:
         return self
@@ -101,6 +106,13 @@ def features_of(fields: dict[str, Any], language_model: Any) -> Features:
         fields={name: value for name, value in given.items() if name in known},
         delta=0 if delta is None else int(np.array(delta).reshape(-1)[0]),
     )
+
+
+def clear_state(language_model: Any) -> None:
+    """Forget the positions of whatever was computed last."""
+    for name in _STATE:
+        if hasattr(language_model, name):
+            setattr(language_model, name, None)
 
 
 def _slice(value: Any, axis: int, start: int, stop: int) -> Any:

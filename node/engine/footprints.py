@@ -21,6 +21,7 @@ from mlx_mesh.node.engine.quantised_kv import why_not_quantised
 from mlx_mesh.node.engine.rules import Proposal, State, Unit, base_of, module_at
 from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
+from mlx_mesh.node.engine.vision_model import tower_arrays
 from mlx_mesh.node.engine.vocabulary import gives_logits, is_looked_up
 
 _GROWN_TO = (512, 1024)  # tokens; caches grow in steps of 256
@@ -116,7 +117,13 @@ def _measure(
         vocab_size=vocabulary,
         tensor=_tensor(lazy, trace, proposal, sum(layer_bytes) + embedding + head, head),
         kv_refusal=kv_refusal,
+        media=("image",) if lazy.whole is not None else (),
+        tower_bytes=_tower_bytes(lazy),
     )
+
+
+def _tower_bytes(lazy: LazyModel) -> int:
+    return 0 if lazy.whole is None else sum(int(array.nbytes) for array in tower_arrays(lazy.whole))
 
 
 def _grown_caches(lazy: LazyModel) -> tuple[tuple[CacheSize, ...], str]:
@@ -238,6 +245,7 @@ def _tensor(
         vocabulary_read_bytes=sum(part.total for unit in heads for part in _parts(lazy.model, unit)),
         num_lookups=sum(is_looked_up(unit, trace) for unit in proposal.vocabulary) if trace else 0,
         logits_bytes=sum(_logits_bytes(lazy.model, unit) for unit in heads),
+        tower_bytes=_tower_bytes(lazy),
     )
 
 

@@ -21,6 +21,7 @@ import msgspec
 from mlx_mesh.mesh import footprint as footprint_module
 from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.footprint import ModelFootprint
+from mlx_mesh.mesh.types import VisionMode
 from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.facts import digest_model, resolve_model
 from mlx_mesh.node.hub import cache_root
@@ -35,13 +36,17 @@ def inspect_model(model: str, adapter: str = "") -> ModelFootprint:
     return measure_folder(folder, digest_model(folder), resolve_adapter(adapter) if adapter else "")
 
 
-def measure_folder(folder: Path, digest: str, adapter: Path | str = "") -> ModelFootprint:
-    """Build the model lazily and measure it."""
+def measure_folder(
+    folder: Path, digest: str, adapter: Path | str = "", vision: VisionMode = VisionMode.AUTO
+) -> ModelFootprint:
+    """Build the model lazily and measure it: with its towers when it has any, and `vision` allows."""
     from mlx_mesh.node.engine.activity import activity, chosen_experts, quantization_of
     from mlx_mesh.node.engine.footprints import measure_certified
     from mlx_mesh.node.engine.loader import open_lazy
+    from mlx_mesh.node.engine.vision_model import choose_vision
 
-    lazy = open_lazy(folder, adapter)
+    with_vision, refusal = choose_vision(folder, vision, has_adapter=bool(adapter))
+    lazy = open_lazy(folder, adapter, with_vision=with_vision)
     chosen = chosen_experts(lazy.config)
     active = [activity(layer, chosen) for layer in lazy.layers]  # measuring may hook the layers
     measured = measure_certified(lazy, digest)
@@ -49,10 +54,12 @@ def measure_folder(folder: Path, digest: str, adapter: Path | str = "") -> Model
         msgspec.structs.replace(layer, active_bytes=num_bytes, active_parameters=num_parameters)
         for layer, (num_bytes, num_parameters) in zip(measured.layers, active, strict=True)
     )
-    return msgspec.structs.replace(measured, layers=layers, quantization=quantization_of(lazy.config))
+    return msgspec.structs.replace(
+        measured, layers=layers, quantization=quantization_of(lazy.config), media_refusal=refusal
+    )
 
 
-def kept_footprint(model: str, adapter: str = "") -> ModelFootprint:
+def kept_footprint(model: str, adapter: str = "", vision: VisionMode = VisionMode.AUTO) -> ModelFootprint:
     """As `inspect_model`, from the cache when the same model was measured before."""
     folder = resolve_model(model)
     digest = digest_model(folder)
@@ -60,11 +67,12 @@ def kept_footprint(model: str, adapter: str = "") -> ModelFootprint:
         added = resolve_adapter(adapter) if adapter else None
     except SettingsError as error:  # the model is not to blame, and `up` finds the same on its hosts
         raise PreflightError(str(error)) from error
-    kept = cache_root() / "footprints" / f"{_key(digest + (digest_adapter(added) if added else ''))}.json"
+    question = f"{digest}{digest_adapter(added) if added else ''}{vision.value}"
+    kept = cache_root() / "footprints" / f"{_key(question)}.json"
     try:
         return msgspec.json.decode(kept.read_bytes(), type=ModelFootprint)
     except (OSError, msgspec.MsgspecError):
-        footprint = measure_folder(folder, digest, added or "")
+        footprint = measure_folder(folder, digest, added or "", vision)
         with contextlib.suppress(OSError):  # a home that cannot be written to only costs time
             _keep(kept, msgspec.json.encode(footprint))
         return footprint
@@ -72,7 +80,9 @@ def kept_footprint(model: str, adapter: str = "") -> ModelFootprint:
 
 def _key(digest: str) -> str:
     text = hashlib.sha256(digest.encode())
-    text.update(metadata.version("mlx-lm").encode())
+    for package in ("mlx-lm", "mlx-vlm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            text.update(metadata.version(package).encode())
     sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(footprint_module.__file__)]
     for source in sources:
         text.update(source.read_bytes())
@@ -93,13 +103,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mlx_mesh.node.engine.inspect")
     parser.add_argument("model")
     parser.add_argument("--adapter-path", default="")
+    parser.add_argument(
+        "--vision", choices=[mode.value for mode in VisionMode], default=VisionMode.AUTO.value
+    )
     parser.add_argument("--offline", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     if arguments.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        footprint = kept_footprint(arguments.model, arguments.adapter_path)
+        vision = VisionMode(arguments.vision)
+        footprint = kept_footprint(arguments.model, arguments.adapter_path, vision)
     except MeshError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         known = (ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.PLACEMENT)

@@ -13,13 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.cache import KVCache
 
+from mlx_mesh.node.engine.features import clear_state
 from mlx_mesh.node.engine.row_media import RowMedia
-
-_STATE = ("_position_ids", "_rope_deltas")
 
 
 class LanguagePart(nn.Module):  # type: ignore[misc]
     """See the module. Its caches are the model's own and a RowMedia at the end."""
+
+    reads_alone = True  # each prompt is read by itself, see RowMedia
 
     def __init__(self, language_model: Any) -> None:
         super().__init__()
@@ -73,10 +74,3 @@ def layers_of(language_model: Any) -> Any:
             if found is not None:
                 return found
     raise ValueError("the language part has no list of layers")
-
-
-def clear_state(language_model: Any) -> None:
-    """Forget the positions of whatever was computed last."""
-    for name in _STATE:
-        if hasattr(language_model, name):
-            setattr(language_model, name, None)

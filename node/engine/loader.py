@@ -22,6 +22,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.node.adapters import resolve_adapter
+from mlx_mesh.node.engine.vision_model import load_vision
 
 _MAX_HEADER_BYTES = 256 * 1024 * 1024
 _LONG_RUN_BYTES = 64 * 1024  # from here on one read per run beats reading whole rows and dropping most
@@ -56,25 +57,30 @@ class StoredTensor:
 @dataclass(slots=True)
 class LazyModel:
     """A model none of whose weights has been read. `stored[p]` says where parameter path `p` lies, for
-    those parameters that are a stored tensor as it is (not stacked, transposed or unpacked on the way)."""
+    those parameters that are a stored tensor as it is (not stacked, transposed or unpacked on the way).
+    `whole`: of a vision model, the one with the towers; `model` is its language part."""
 
     folder: Path
     model: Any
     config: dict[str, Any]
     stored: dict[str, StoredTensor]
+    whole: Any = None
 
     @property
     def layers(self) -> list[Any]:
         return list(self.model.layers)
 
 
-def open_lazy(folder: str | Path, adapter: str | Path = "") -> LazyModel:
+def open_lazy(folder: str | Path, adapter: str | Path = "", *, with_vision: bool = False) -> LazyModel:
     """Build the model of a local folder over lazy arrays; `adapter` is a folder as mlx-lm's LoRA and DoRA
-    training writes it, '' none. Raises SettingsError when a folder is no model that mlx-lm knows, would need
-    code of its own, or is no adapter of this model."""
+    training writes it, '' none. `with_vision`: build mlx-vlm's model, with its towers, instead of mlx-lm's.
+    Raises SettingsError when a folder is no model that the library knows, would need code of its own, or is
+    no adapter of this model."""
     path = Path(folder).expanduser()
     _check_folder(path)
     tensors = read_headers(path)
+    if with_vision:
+        return _open_vision(path, str(adapter))
     given: dict[str, Any] = {}
     original: list[type] = []
 
@@ -113,6 +119,18 @@ def open_lazy(folder: str | Path, adapter: str | Path = "") -> LazyModel:
         if tensor is not None and _same(tensor, array):
             stored[parameter] = tensor
     return LazyModel(path, model, config, stored)
+
+
+def _open_vision(path: Path, adapter: str) -> LazyModel:
+    from mlx_mesh.node.engine.language_part import LanguagePart
+
+    if adapter:
+        raise SettingsError(
+            f"{adapter} is an adapter of a text model; {path} is served with its vision tower. Merge the "
+            "adapter into the model, or add --no-vision."
+        )
+    whole, config = load_vision(path)
+    return LazyModel(path, LanguagePart(whole.language_model), config, {}, whole)
 
 
 def _add_adapter(model: Any, path: Path) -> None:

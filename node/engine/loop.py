@@ -6,15 +6,18 @@ generator decides by counts and lengths only, so equal plans give equal schedule
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.generate import BatchGenerator, StopSequences
 
 from mlx_mesh.mesh.messages import (
+    Admission,
     Cancel,
     EngineCommand,
     GenerateRequest,
@@ -28,18 +31,25 @@ from mlx_mesh.mesh.messages import (
 )
 from mlx_mesh.node.engine.exchanges import DataExchange
 from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.feature_wire import decode_features, encode_features
+from mlx_mesh.node.engine.features import Features
 from mlx_mesh.node.engine.grammar import GrammarError, GrammarReady, Grammars, RowGrammar
+from mlx_mesh.node.engine.pictures import PictureError, Pictures
 from mlx_mesh.node.engine.prefix_disk import Loaded
 from mlx_mesh.node.engine.prefix_planner import Stored
 from mlx_mesh.node.engine.prefix_rows import RowPrefixes
 from mlx_mesh.node.engine.prefix_saving import Saving
 from mlx_mesh.node.engine.prefix_store import PrefixStore, can_always_cut
 from mlx_mesh.node.engine.report import Reporter
+from mlx_mesh.node.engine.row_media import reads_alone
 from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
 from mlx_mesh.node.engine.scheduler import Produced, Scheduler
 from mlx_mesh.node.engine.shard import NewCaches
 
 RequestOf = Callable[[str], GenerateRequest]
+
+PICTURE_TOKENS = 1024
+"""What a picture's towers are expected to take, in prompt tokens; too much only makes the watch patient."""
 
 MAX_PREFILL_ROWS = 8
 """Prompts computed together (mlx-lm's default)."""
@@ -85,7 +95,7 @@ class Generation:
         is_leader: bool,
         new_caches: NewCaches | None = None,
     ) -> None:
-        """`new_caches` makes the caches of a new row; None = mlx-lm's own for the model."""
+        """`new_caches` makes the caches of a new row; None = the model's own."""
         self._exchange = exchange
         self.can_always_cut = can_always_cut(model)
         self._sampler = LeaderSampler(exchange) if is_leader else FollowerSampler(exchange)
@@ -93,7 +103,7 @@ class Generation:
             model,
             sampler=self._sampler,
             completion_batch_size=max_sequences,
-            prefill_batch_size=min(MAX_PREFILL_ROWS, max_sequences),
+            prefill_batch_size=1 if reads_alone(model) else min(MAX_PREFILL_ROWS, max_sequences),
             prefill_step_size=prefill_step_size,
         )
         self._new_caches = new_caches
@@ -104,6 +114,7 @@ class Generation:
         self._prompt_left: dict[str, int] = {}  # upper bounds: the generator says nothing while it prefills
         self._lengths: dict[str, int] = {}
         self.grammars: dict[str, RowGrammar] = {}  # on the leader, of open requests: a row may come back
+        self.features: dict[str, Features] = {}  # likewise, of prompts with pictures
         self._prefixes = RowPrefixes(self._generator)
 
     def prompt_tokens_after(self, plan: StepPlan) -> int:
@@ -156,6 +167,7 @@ class Generation:
                 processors = self._sampler.processors(request, grammar)
             uid = self._prefixes.insert(
                 admission,
+                self._features_of(admission),
                 max_tokens=[admission.max_tokens],
                 caches=[self._new_caches()] if self._new_caches is not None else None,
                 logits_processors=[processors],
@@ -171,6 +183,22 @@ class Generation:
             self._prefixes.save(save)
         for entry in plan.evict:  # after the admissions: they may begin with one of these
             self._prefixes.evict(entry)
+
+    def _features_of(self, admission: Admission) -> Features | None:
+        if not admission.features:
+            return None
+        own = self.features.get(admission.id)
+        return own if own is not None else decode_features(admission.features)
+
+    def forget_request(self, request_id: str) -> None:
+        """The request is over: its row will not come back."""
+        self.grammars.pop(request_id, None)
+        self.features.pop(request_id, None)
+
+    @property
+    def stream(self) -> Any:
+        """Where everything of this rank is computed."""
+        return self._generator.stream
 
     def step(self) -> list[Produced]:
         """One generator step; the new token of each row that has one. With no row left afterwards nothing is
@@ -244,10 +272,11 @@ class Leader:
         *,
         plans_ahead: int,
         grammars: Grammars | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         """`plans_ahead`: how many plans the followers get before this rank computes the step in hand. A
         pipeline needs one for each later stage: the first ones go on with the next chunk meanwhile.
-        `grammars`: for requests that have one; None = there are none."""
+        `grammars`, `pictures`: for requests that have some; None = there are none."""
         self._generation = generation
         self._scheduler = scheduler
         self._plans = plans
@@ -255,17 +284,21 @@ class Leader:
         self._plans_ahead = plans_ahead
         self._published: deque[StepPlan] = deque()
         self._grammars = grammars
+        self._pictures = pictures
+        self._unread: deque[GenerateRequest] = deque()  # prompts whose pictures are still files
 
     def run(self, commands: CommandSource) -> None:
         """Generate until StopEngine; then the followers have their stop plan."""
         while True:
-            is_idle = not (self._scheduler.has_work or self._published)
+            is_idle = not (self._scheduler.has_work or self._published or self._unread)
             command = commands.next() if is_idle else commands.poll()
             while command is not None:
                 if isinstance(command, StopEngine):
                     return self.stop()
                 self._take(command, commands)
                 command = commands.poll()
+            if self._unread:  # one at a time: the others' next tokens come in between
+                self._read_pictures(self._unread.popleft(), commands)
             self._advance()
 
     def warm_up(self, request: GenerateRequest) -> None:
@@ -286,11 +319,10 @@ class Leader:
 
     def _take(self, command: EngineCommand | GrammarReady, commands: CommandSource) -> None:
         match command:
-            case Submit(request=request) if request.grammar and self._grammars is not None:
-                ready = GrammarReady(request)
-                self._grammars.begin(request, self._generation.vocab_size, lambda: commands.put(ready))
+            case Submit(request=request) if request.media is not None:
+                self._unread.append(request)
             case Submit(request=request):
-                self._answer(self._scheduler.submit(request))
+                self._submit(request, commands)
             case GrammarReady(request=request):
                 self._submit_with_grammar(request)
             case Cancel(id=request_id):
@@ -300,33 +332,69 @@ class Leader:
             case _:
                 raise EngineError("internal", f"{type(command).__name__} came to an engine that is ready.")
 
+    def _submit(self, request: GenerateRequest, commands: CommandSource) -> None:
+        if request.grammar and self._grammars is not None:
+            ready = GrammarReady(request)
+            self._grammars.begin(request, self._generation.vocab_size, lambda: commands.put(ready))
+        else:
+            self._submit_now(request)
+
+    def _submit_now(self, request: GenerateRequest) -> None:
+        answer = self._scheduler.submit(request)
+        if answer is not None:
+            self._generation.forget_request(request.id)
+        self._answer(answer)
+
+    def _read_pictures(self, request: GenerateRequest, commands: CommandSource) -> None:
+        """Turn a prompt with pictures into one that the scheduler knows how to admit."""
+        assert request.media is not None
+        # Said before the towers run: a file that ends engines is found by it.
+        self._reporter.send(Tokens(step=self._reporter.step, chunks=(), admitted=(request.id,), cached=(0,)))
+        self._reporter.begin_step(PICTURE_TOKENS * len(request.media.images))
+        try:
+            if self._pictures is None:
+                raise PictureError("this model takes text only.")
+            with mx.stream(self._generation.stream):
+                ids, keys, features = self._pictures.read(request.media)
+        except PictureError as error:
+            self._reporter.send(RequestFailed(id=request.id, code="invalid_image", message=str(error)))
+            return
+        finally:
+            self._reporter.read_pictures()
+        features = dataclasses.replace(features, keys=keys)
+        self._generation.features[request.id] = features
+        read = msgspec.structs.replace(request, prompt_ids=ids, prefix_keys=keys, media=None)
+        self._submit(read, commands)
+
     def _submit_with_grammar(self, request: GenerateRequest) -> None:
         assert self._grammars is not None
         self._reporter.compiled_grammar()
         try:
             grammar = self._grammars.take(request.id)
         except GrammarError as error:
+            self._generation.forget_request(request.id)
             self._reporter.send(RequestFailed(id=request.id, code="invalid_grammar", message=str(error)))
             return
         if grammar is None:
             return  # cancelled meanwhile
-        answer = self._scheduler.submit(request)
-        if answer is None:
-            self._generation.grammars[request.id] = grammar
-        self._answer(answer)
+        self._generation.grammars[request.id] = grammar
+        self._submit_now(request)
 
     def _cancel(self, request_id: str) -> None:
-        if self._grammars is not None and self._grammars.drop(request_id):
+        unread = [request for request in self._unread if request.id == request_id]
+        if unread or (self._grammars is not None and self._grammars.drop(request_id)):
+            self._unread = deque(request for request in self._unread if request.id != request_id)
+            self._generation.forget_request(request_id)
             self._answer(TokenChunk(id=request_id, finish_reason="cancelled"))
             return
         answer = self._scheduler.cancel(request_id)
-        if answer is not None:  # it waited; a row's grammar stays until the row ends
-            self._generation.grammars.pop(request_id, None)
+        if answer is not None:  # it waited; what a row has stays until the row ends
+            self._generation.forget_request(request_id)
         self._answer(answer)
 
     def _advance(self, is_silent: bool = False) -> None:
         while self._scheduler.has_work and len(self._published) <= self._num_ahead():
-            plan = self._scheduler.next_plan(time.monotonic())
+            plan = self._with_features(self._scheduler.next_plan(time.monotonic()))
             if plan.admit and not is_silent:  # before any rank computes them: one may never come back
                 admitted = tuple(admission.id for admission in plan.admit)
                 cached = tuple(map(self._scheduler.num_cached, admitted))
@@ -336,6 +404,17 @@ class Leader:
             self._published.append(plan)
         if self._published:
             self._compute(self._published.popleft(), is_silent)
+
+    def _with_features(self, plan: StepPlan) -> StepPlan:
+        """The plan with what the followers need of pictures."""
+        known = self._generation.features
+        if not any(admission.id in known for admission in plan.admit):
+            return plan
+        admit = (
+            msgspec.structs.replace(one, features=encode_features(known[one.id])) if one.id in known else one
+            for one in plan.admit
+        )
+        return msgspec.structs.replace(plan, admit=tuple(admit))
 
     def _num_ahead(self) -> int:
         """Of a prompt the first stages of a pipeline have the next chunks under way meanwhile. A generated
@@ -352,7 +431,7 @@ class Leader:
         self._scheduler.stored(self._generation.take_stored())
         for chunk in chunks:
             if chunk.finish_reason is not None:
-                self._generation.grammars.pop(chunk.id, None)
+                self._generation.forget_request(chunk.id)
         self._reporter.num_preempted = self._scheduler.num_preempted
         store = self._generation.prefixes
         self._reporter.prefix = self._scheduler.prefixes.counters(len(store), store.num_bytes)

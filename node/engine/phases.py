@@ -25,6 +25,7 @@ from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.grammar import Grammars
 from mlx_mesh.node.engine.group import DataGroup, form_group
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader, NoFollowers
+from mlx_mesh.node.engine.pictures import Pictures
 from mlx_mesh.node.engine.plans import PlanPublisher, PlanReceiver, lost_engine
 from mlx_mesh.node.engine.prefix_files import PrefixFiles, open_files
 from mlx_mesh.node.engine.prefix_planner import PrefixPlanner, Stored
@@ -124,6 +125,7 @@ def load(
         reporter.entered_layer,
         command.adapter,
         command.kv_options,
+        with_vision=command.with_vision,
     )
     reporter.is_paranoid = command.is_paranoid
     files = open_files(config, command, shard)
@@ -161,7 +163,8 @@ def warm_up(
     )
     kept = generation.begin_with(files.take(prefixes), files.saving)
     if config.rank == 0:
-        loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter)
+        pictures = Pictures(Path(command.model), shard.whole) if shard.whole is not None else None
+        loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter, pictures)
     else:
         loop = _follower(config, channels, command, generation, reporter)
     reporter.reached(Phase.READY)
@@ -175,6 +178,7 @@ def _leader(
     generation: Generation,
     kept: Sequence[Stored],
     reporter: Reporter,
+    pictures: Pictures | None,
 ) -> Leader:
     plans: Any = NoFollowers()
     plans_ahead = 0
@@ -192,7 +196,15 @@ def _leader(
         prefixes=planner,
     )
     grammars = Grammars(command.model)
-    leader = Leader(generation, scheduler, plans, reporter, plans_ahead=plans_ahead, grammars=grammars)
+    leader = Leader(
+        generation,
+        scheduler,
+        plans,
+        reporter,
+        plans_ahead=plans_ahead,
+        grammars=grammars,
+        pictures=pictures,
+    )
     leader.warm_up(WARM_UP_REQUEST)
     return leader
 

@@ -15,7 +15,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from mlx_mesh.mesh.errors import ProtocolError
-from mlx_mesh.mesh.messages import MAX_FRAME_BYTES, EngineConfig, PlanHello, StepPlan, encode
+from mlx_mesh.mesh.messages import MAX_FRAME_BYTES, Admission, EngineConfig, PlanHello, StepPlan, encode
 from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.watch import ConnectionWatch
 from mlx_mesh.node.keys import ZAP_DOMAIN, AllowOnlyClientKey, derive_keys, secure_client, secure_server
@@ -25,6 +25,9 @@ HELLO_S = 30.0
 
 FAREWELL_S = 5.0
 """From the stop plan until the followers have left; a leader that left first would look like a dead one."""
+
+PIECE_BYTES = 16 * 1024 * 1024
+"""Features of one prompt may be larger than a frame may be."""
 
 OnLost = Callable[[int], None]
 """Called from the watching thread, once, with the rank that is gone. The main thread may hang in a
@@ -102,10 +105,10 @@ class PlanPublisher:
         self._step = plan.step
         with self._changed:
             self._is_ending = self._is_ending or plan.stop
-        body = encode(plan)
+        frames = to_frames(plan)
         for rank in self._followers:
             try:
-                self._socket.send_multipart([_identity(rank), body])
+                self._socket.send_multipart([_identity(rank), *frames])
             except zmq.ZMQError as error:
                 raise lost_engine(rank, f" ({error})") from error
 
@@ -207,12 +210,40 @@ def check_hello(identity: bytes, frames: Sequence[bytes], epoch: int, missing: s
 def check_plan(frames: Sequence[bytes], epoch: int, step: int) -> StepPlan:
     """The plan in `frames`, which must be that of `step`. Raises ProtocolError."""
     try:
-        (body,) = frames
-        plan = _plan_decoder.decode(body)
-    except (ValueError, msgspec.MsgspecError) as error:
+        plan = _plan_decoder.decode(frames[0])
+        admit = _with_features(plan.admit, list(frames[1:]))
+    except (ValueError, IndexError, msgspec.MsgspecError) as error:
         raise ProtocolError(f"Unreadable step plan: {error}") from error
     if plan.epoch != epoch or plan.step != step:
         raise ProtocolError(
             f"The plan of step {plan.step}, epoch {plan.epoch} came; step {step} of epoch {epoch} is due."
         )
-    return plan
+    return msgspec.structs.replace(plan, admit=admit) if frames[1:] else plan
+
+
+def to_frames(plan: StepPlan) -> list[bytes]:
+    """A plan as messages: itself, and the features of its admissions in pieces that fit into a frame. In
+    place of features stands the number of their pieces."""
+    pieces: list[bytes] = []
+    admit = []
+    for admission in plan.admit:
+        data = admission.features
+        own = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
+        pieces += own
+        count = b"%d" % len(own) if own else b""
+        admit.append(msgspec.structs.replace(admission, features=count) if own else admission)
+    return [encode(msgspec.structs.replace(plan, admit=tuple(admit)) if pieces else plan), *pieces]
+
+
+def _with_features(admit: tuple[Admission, ...], pieces: list[bytes]) -> tuple[Admission, ...]:
+    """The inverse of `to_frames`. Raises ValueError when pieces are missing or left over."""
+    whole = []
+    for admission in admit:
+        count = int(admission.features or b"0")
+        own, pieces = pieces[:count], pieces[count:]
+        if len(own) < count:
+            raise ValueError(f"the features of request {admission.id} are incomplete")
+        whole.append(msgspec.structs.replace(admission, features=b"".join(own)) if count else admission)
+    if pieces:
+        raise ValueError(f"{len(pieces)} frames belong to no admission")
+    return tuple(whole)

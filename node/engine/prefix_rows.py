@@ -9,14 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mesh.mesh.messages import Admission, Save
 from mlx_mesh.mesh.prefix_index import MIN_TOKENS
 from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.features import Features
 from mlx_mesh.node.engine.prefix_disk import Loaded
 from mlx_mesh.node.engine.prefix_planner import Stored
 from mlx_mesh.node.engine.prefix_saving import Saving
 from mlx_mesh.node.engine.prefix_store import Cache, PrefixStore, begin_with, can_cut
+from mlx_mesh.node.engine.row_media import RowMedia
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,19 @@ class RowPrefixes:
         self._stored: list[Stored] = []
         self.saving: Saving | None = None  # None = nothing is written to files
 
-    def insert(self, admission: Admission, **options: Any) -> int:
-        """Give a row to the generator, as BatchGenerator.insert; returns its number."""
+    def insert(self, admission: Admission, features: Features | None = None, **options: Any) -> int:
+        """Give a row to the generator, as BatchGenerator.insert; returns its number. `features`: of a prompt
+        with pictures; its chunks end where the prompt ends, which is before tokens that were sent."""
         prompt, num_reused = list(admission.prompt_ids), admission.num_reused
         if num_reused:
             options["caches"] = [self._beginning(admission)]
             options["all_tokens"] = [prompt[:num_reused]]
         points = [point for point, _ in admission.checkpoints]
+        if features is not None:
+            options["caches"] = options.get("caches") or [make_prompt_cache(self._generator.model)]
+            options["caches"][0][-1].features = [features]
+            if num_reused < features.length < len(prompt):
+                points = sorted({*points, features.length})
         edges = itertools.pairwise([num_reused, *points, len(prompt)])
         (uid,) = self._generator.insert_segments([[prompt[a:b] for a, b in edges]], **options)
         self._rows[uid] = _Row(admission.entry, num_reused, dict(admission.checkpoints))
@@ -120,6 +129,8 @@ class RowPrefixes:
     def _keep(self, entry: int, cache: Cache, tokens: Sequence[int]) -> None:
         if len(tokens) < MIN_TOKENS:
             return
+        if isinstance(cache[-1], RowMedia):
+            tokens = cache[-1].let_go(tokens)
         with mx.stream(self._generator.stream):
             num_bytes = self.store.put(entry, cache)
         self._lengths[entry] = len(tokens)

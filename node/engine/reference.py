@@ -24,7 +24,7 @@ from mlx_mesh.mesh.errors import ExitCode, MeshError, SettingsError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.memory import ModelMemory
 from mlx_mesh.mesh.reference import Answered, ReferenceScores, ReferenceTask, Scored
-from mlx_mesh.mesh.types import Placement, Shard, Sharding
+from mlx_mesh.mesh.types import Placement, Shard, Sharding, VisionMode
 from mlx_mesh.node.blas import engine_environment, find_openblas, is_wanted
 from mlx_mesh.node.engine.inspect import kept_footprint
 from mlx_mesh.node.engine.shard import LoadedShard, load_shard
@@ -34,9 +34,11 @@ from mlx_mesh.node.hub import fetch_for_layers
 Say = Callable[[str], None]
 
 
-def score_answers(model: str, adapter: str, task: ReferenceTask, say: Say) -> ReferenceScores:
+def score_answers(
+    model: str, adapter: str, task: ReferenceTask, say: Say, vision: VisionMode = VisionMode.AUTO
+) -> ReferenceScores:
     """Raises MeshError when the model cannot be used or cut."""
-    footprint = kept_footprint(model, adapter)
+    footprint = kept_footprint(model, adapter, vision)
     folder = resolve_model(model)
     placement = stages_within(footprint, task.memory_bytes)
     num_stages = placement.world_size
@@ -54,6 +56,7 @@ def score_answers(model: str, adapter: str, task: ReferenceTask, say: Say) -> Re
             _silent,
             adapter=adapter,
             kv=task.kv_options,
+            with_vision=bool(footprint.media),
         )
         largest = max(largest, shard.weights_bytes)
         outputs = [_run(shard, answered, crossing) for answered in task.answers]
@@ -157,6 +160,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mlx_mesh.node.engine.reference")
     parser.add_argument("model")
     parser.add_argument("--adapter-path", default="")
+    parser.add_argument(
+        "--vision", choices=[mode.value for mode in VisionMode], default=VisionMode.AUTO.value
+    )
     parser.add_argument("--offline", action="store_true")
     arguments = parser.parse_args(list(argv))
     if arguments.offline:
@@ -168,7 +174,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         task = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReferenceTask)
         scores = score_answers(
-            arguments.model, arguments.adapter_path, task, lambda text: print(text, flush=True)
+            arguments.model,
+            arguments.adapter_path,
+            task,
+            lambda text: print(text, flush=True),
+            VisionMode(arguments.vision),
         )
     except MeshError as error:
         print(" ".join(str(error).split()), file=sys.stderr)

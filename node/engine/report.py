@@ -123,6 +123,11 @@ class Reporter:
         """Nothing is stuck while grammars are compiled, though no step begins: this shows as progress."""
         self.layer += 1
 
+    def read_pictures(self) -> None:
+        """The towers are done with a prompt's pictures; this shows as progress, too."""
+        self.busy_since = None
+        self.layer += 1
+
     def begin_step(self, num_prompt_tokens: int = 0) -> None:
         """A step begins that reads at most so many prompt tokens."""
         self._num_prompt_tokens = num_prompt_tokens

@@ -13,6 +13,12 @@ from typing import Any
 from mlx_mesh.node.engine.features import Features
 
 
+def reads_alone(model: Any) -> bool:
+    """Whether this is the language part of a vision model, whose prompts are never padded to be read
+    together."""
+    return bool(getattr(model, "reads_alone", False))
+
+
 class RowMedia:
     """One entry per row of the batch: how many tokens its caches have, and its prompt's features or None."""
 
@@ -67,6 +73,14 @@ class RowMedia:
 
     def empty(self) -> bool:
         return not any(self.num_tokens)
+
+    def let_go(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Of a row alone whose cache is kept: what its `tokens` are known by. The features are dropped: who
+        begins with this cache brings its own."""
+        (features,), self.features = self.features, [None]
+        if features is None or not features.keys:
+            return tokens
+        return (*features.keys[: len(tokens)], *tokens[features.length :])
 
     @property
     def state(self) -> list[Any]:

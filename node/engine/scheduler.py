@@ -59,6 +59,11 @@ class _Running:
     num_reused: int = 0  # tokens that did not have to be computed
 
     @property
+    def num_prompt(self) -> int:
+        """Tokens of a prompt that the front end cannot count; 0 for all others."""
+        return len(self.request.prefix_keys)
+
+    @property
     def num_cached(self) -> int:
         """Of these, what the client counts: one that comes back has sent tokens in its prompt."""
         return 0 if self.request.sent_ids else self.num_reused
@@ -157,14 +162,15 @@ class Scheduler:
         admit = []
         for request in list(self._waiting.values()):
             prompt = request.prompt_ids + request.sent_ids
+            known_as = (request.prefix_keys or request.prompt_ids) + request.sent_ids
             if request.id in cancel or not self._has_room(len(prompt)):
                 break
-            if self.prefixes.must_wait(request, prompt):
+            if self.prefixes.must_wait(request, known_as):
                 continue  # for a row that is being computed now; those behind it need not wait as well
-            self.prefixes.find(request, prompt)  # so that making room takes anything else first
+            self.prefixes.find(request, known_as)  # so that making room takes anything else first
             self._evict_for(len(prompt))
             del self._waiting[request.id]
-            part = self.prefixes.admit(request, prompt)
+            part = self.prefixes.admit(request, known_as)
             self._running[request.id] = _Running(request, now_s, len(prompt), num_reused=part.num_reused)
             admit.append(
                 Admission(
@@ -260,6 +266,7 @@ class Scheduler:
                     finish_reason=produced.finish_reason,
                     cached_tokens=0 if running.has_produced else running.num_cached,
                     prefill_s=0.0 if running.has_produced else now_s - running.admitted_s,
+                    prompt_tokens=0 if running.has_produced else running.num_prompt,
                 )
             )
             running.has_produced = True

@@ -31,6 +31,7 @@ from mlx_mesh.node.engine.quantised_kv import quantised_caches
 from mlx_mesh.node.engine.rules import Proposal, Unit
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
+from mlx_mesh.node.engine.vision_model import tower_arrays
 from mlx_mesh.node.engine.vocabulary import gives_logits
 
 OnProgress = Callable[[int, int], None]
@@ -52,6 +53,7 @@ class LoadedShard:
     pipeline: PipelinePlan | None = None
     whole_parts: tuple[str, ...] = field(default=())  # tensor: what stayed whole, and why
     new_caches: NewCaches | None = None  # makes those of a new sequence; None = mlx-lm's own
+    whole: Any = None  # on the leader of a vision model: the model with its towers, which are read
 
 
 def load_shard(
@@ -63,14 +65,17 @@ def load_shard(
     on_layer: OnLayer | None = None,
     adapter: str = "",
     kv: KvOptions | None = None,
+    *,
+    with_vision: bool = False,
 ) -> LoadedShard:
     """Load rank `rank` of `placement` from the folder `model`, with the adapter of the folder `adapter`.
+    `with_vision`: the language part of a vision model, and on rank 0 its towers.
 
     Reads layer by layer; `on_progress(done, total)` after each. `on_layer(i)` is called whenever a local
     layer is entered. `kv`: how caches are kept, None = as they come. Raises SettingsError for an unusable
     folder, PlacementError for an impossible placement.
     """
-    lazy = open_lazy(model, adapter)
+    lazy = open_lazy(model, adapter, with_vision=with_vision)
     proposal = trace = None
     if placement.sharding == Sharding.TENSOR:  # the same verdict as the plan's, and on every rank
         trace = _trace_or_none(lazy)
@@ -92,13 +97,36 @@ def shard_model(
     """`load_shard` for a model that is already open; the model is changed in place. `proposal` and `trace`:
     its tensor units and its trace, when they are known already."""
     if kv is None or not kv.bits:
-        return _shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
+        shard = _shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
+        return _with_towers(shard, lazy) if rank == 0 else shard
     trace = trace or trace_model(lazy.model)  # the plan has refused a model that has none
     shard = _shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
     here = placement.shards[rank]
     layers = range(here.start_layer, here.end_layer)
     shard.new_caches = functools.partial(quantised_caches, shard.model, trace, kv, layers)
     return shard
+
+
+def _with_towers(shard: LoadedShard, lazy: LazyModel) -> LoadedShard:
+    """Read what only the leader has of a vision model: the towers, and what embeds text among pictures."""
+    if lazy.whole is not None:
+        towers = _Loading()
+        towers.rest(tower_arrays(lazy.whole))
+        shard.weights_bytes += towers.total
+        if shard.pipeline is not None:
+            shard.weights_bytes += _read_embedding(lazy, shard.pipeline)
+        shard.whole = lazy.whole
+    return shard
+
+
+def _read_embedding(lazy: LazyModel, plan: PipelinePlan) -> int:
+    """On the last stage; the bytes that it did not have yet."""
+    had = plan.parameters_of(0)
+    calls = range(len(plan.shapes_of.calls))
+    wanted = set().union(*(plan.shapes_of.parameters[call] for call in calls)) - had
+    loading = _Loading()
+    loading.rest(array for path, array in tree_flatten(lazy.model.parameters()) if path in wanted)
+    return loading.total
 
 
 def _shard_model(

@@ -21,6 +21,7 @@ from mlx_mesh.mesh.tensor_units import Division, Range, Segment
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.exchange import Exchange
 from mlx_mesh.node.engine.loader import LazyModel
+from mlx_mesh.node.engine.row_media import reads_alone
 from mlx_mesh.node.engine.rules import (
     Cut,
     Unit,
@@ -50,6 +51,8 @@ def vocabulary_units(
     for path, module in _outside_layers(lazy):
         rows = _rows_of(path, module, trace)
         size = sum(array.nbytes for _, array in tree_flatten(module.parameters())) if rows > 1 else 0
+        if reads_alone(lazy.model) and _is_looked_up(path, trace):
+            continue  # the leader looks tokens up by itself, among pictures
         if not (size * WORTH_DIVIDING >= total if among is None else path in among) or rows < 2:
             continue
         side: Any = "rows" if is_linear(module) else "axis"
@@ -66,7 +69,11 @@ def gives_logits(unit: Unit, trace: ModelTrace) -> bool:
 
 def is_looked_up(unit: Unit, trace: ModelTrace) -> bool:
     """Whether tokens are looked up in a vocabulary unit."""
-    return any(_is_used(unit.path, trace, call) for call in range(len(trace.calls)))
+    return _is_looked_up(unit.path, trace)
+
+
+def _is_looked_up(path: str, trace: ModelTrace) -> bool:
+    return any(_is_used(path, trace, call) for call in range(len(trace.calls)))
 
 
 def _is_used(path: str, trace: ModelTrace, call: int) -> bool:

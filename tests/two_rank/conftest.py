@@ -162,6 +162,7 @@ class Answer:
     finish_reason: str | None = None
     failure: RequestFailed | None = None
     cached_tokens: int = 0
+    prompt_tokens: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -237,6 +238,7 @@ class EngineMesh:
         kv: KvBudget | None = None,
         kv_options: KvOptions | None = None,
         adapter: str = "",
+        with_vision: bool = False,
     ) -> None:
         for engine in self.engines:
             engine.send(
@@ -249,6 +251,7 @@ class EngineMesh:
                     kv=kv or KvBudget(),
                     kv_options=kv_options or KvOptions(),
                     adapter=adapter,
+                    with_vision=with_vision,
                 )
             )
         for engine in self.engines:
@@ -309,6 +312,7 @@ def collect(reports: Sequence[EngineReport], request_id: str) -> Answer:
                     answer.logprobs += chunk.logprobs
                     answer.finish_reason = chunk.finish_reason
                     answer.cached_tokens += chunk.cached_tokens
+                    answer.prompt_tokens += chunk.prompt_tokens
     return answer
 
 

@@ -23,6 +23,7 @@ from mlx_mesh.mesh.messages import (
     WarmUp,
 )
 from mlx_mesh.node.engine.failure import EngineError
+from mlx_mesh.node.engine.features import Features
 from mlx_mesh.node.engine.grammar import GrammarReady, RowGrammar
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader
 from mlx_mesh.node.engine.prefix_planner import Stored
@@ -39,12 +40,16 @@ class CountingGeneration:
     log: list[str]
     rows: dict[str, int] = field(default_factory=dict)
     grammars: dict[str, RowGrammar] = field(default_factory=dict)
+    features: dict[str, Features] = field(default_factory=dict)
     vocab_size: int = 320
     kv_tokens: int = 0
     longest_row: int = 0
     prompt_steps: int = 0  # that each row takes before its first token
     steps_of: dict[str, int] = field(default_factory=dict)
     prefixes: PrefixStore = field(default_factory=PrefixStore)
+
+    def forget_request(self, request_id: str) -> None:
+        self.grammars.pop(request_id, None)
 
     def take_stored(self) -> list[Stored]:
         return []

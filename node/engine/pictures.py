@@ -1,0 +1,146 @@
+"""From a prompt with pictures to the language model's inputs: processor and towers, on the leader alone.
+
+All of it runs on the engine's one MLX thread, between two steps: processors make MLX arrays themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mesh.mesh.errors import MeshError
+from mlx_mesh.mesh.messages import Media
+from mlx_mesh.node.engine.features import Features, clear_state, features_of
+
+PICTURE_KEY = 1 << 31
+"""Keys of picture tokens begin here; no vocabulary comes near. Below 1 << 32."""
+
+_MARK_NAMES = (
+    "image_token_id",
+    "image_token_index",
+    "media_placeholder_token_id",
+    "image_context_token_id",
+    "img_context_token_id",
+    "image_pad_token_id",
+)
+
+
+class PictureError(MeshError):
+    """The pictures of one request cannot be used; the message says why."""
+
+
+class Pictures:
+    """One model's processor and towers."""
+
+    def __init__(self, folder: Path, whole: Any) -> None:
+        self._folder = folder
+        self._whole = whole
+        self._processor: Any = None
+
+    def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
+        """The prompt's ids with a token for each embedding, what they are known by in prefix caches, and the
+        features. Raises PictureError."""
+        inputs = self._process(media)
+        ids = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
+        pixels, mask = inputs.pop("pixel_values", None), inputs.pop("attention_mask", None)
+        try:
+            clear_state(self._whole.language_model)
+            embedded = self._whole.get_input_embeddings(mx.array([ids]), pixels, mask=mask, **inputs)
+            features = features_of(embedded.to_dict(), self._whole.language_model)
+            mx.eval([x for value in features.fields.values() for x in _arrays(value)])
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise PictureError(f"The model cannot use these pictures: {_first_line(error)}") from error
+        finally:
+            clear_state(self._whole.language_model)
+        marks = self._marks()
+        ids = spread(ids, features.length, marks)
+        return tuple(ids), keys_of(ids, marks, media, features), features
+
+    def _process(self, media: Media) -> dict[str, Any]:
+        from mlx_vlm.utils import load_image, prepare_inputs, should_add_special_tokens
+
+        processor = self._load_processor()
+        limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+        config = self._whole.config
+        try:
+            inputs = prepare_inputs(
+                processor,
+                images=[load_image(io.BytesIO(image)) for image in media.images],
+                prompts=media.text,
+                image_token_index=getattr(config, "image_token_index", None),
+                add_special_tokens=should_add_special_tokens(config.model_type, processor),
+                **{name: value for name, value in limits.items() if value},
+            )
+        except Exception as error:  # a processor's own code, over a stranger's file
+            raise PictureError(f"The model's processor cannot read them: {_first_line(error)}") from error
+        return {name: value for name, value in inputs.items() if value is not None}
+
+    def _load_processor(self) -> Any:
+        if self._processor is None:
+            from mlx_vlm.utils import load_processor
+
+            try:
+                self._processor = load_processor(self._folder, add_detokenizer=False)
+            except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
+                raise PictureError(
+                    f"The processor of this model cannot be loaded: {_first_line(error)} If it names PyTorch "
+                    "or torchvision, install that on the leader."
+                ) from error
+        return self._processor
+
+    def _marks(self) -> frozenset[int]:
+        """Ids that stand for a picture's tokens, as far as the configs tell."""
+        owners = (self._whole.config, self._processor, getattr(self._processor, "tokenizer", None))
+        found = (getattr(owner, name, None) for owner in owners for name in _MARK_NAMES)
+        return frozenset(value for value in found if isinstance(value, int))
+
+
+def spread(ids: Sequence[int], length: int, marks: frozenset[int]) -> list[int]:
+    """Ids with as many entries as there are embeddings: some models take one mark for a whole picture. The
+    new ones stand where the last mark is, or at the end."""
+    missing = length - len(ids)
+    if missing <= 0:
+        return list(ids[:length])
+    at = max((i for i, token in enumerate(ids) if token in marks), default=len(ids) - 1)
+    return [*ids[:at], *([ids[at]] * missing), *ids[at:]]
+
+
+def keys_of(ids: Sequence[int], marks: frozenset[int], media: Media, features: Features) -> tuple[int, ...]:
+    """What a prompt's tokens are known by: text by its ids, a picture's tokens by its content. Where runs of
+    marks are as many as pictures, the content is the file and the place in it; else it is the embedding
+    itself, which is right whatever a family does, but may differ by the other pictures of the prompt."""
+    is_mark = [token in marks for token in ids]
+    starts = [i for i, mark in enumerate(is_mark) if mark and not (i and is_mark[i - 1])]
+    if len(starts) == len(media.images):
+        limits = b"%d %d" % (media.min_pixels, media.max_pixels)
+        digests = [hashlib.blake2b(image + limits, digest_size=16).digest() for image in media.images]
+        keys, picture = list(ids), -1
+        for i, mark in enumerate(is_mark):
+            if mark:
+                picture += i in starts
+                keys[i] = _key(digests[picture] + (i - starts[picture]).to_bytes(4, "little"))
+        return tuple(keys)
+    embeds = np.array(features.fields["inputs_embeds"].astype(mx.float32))[0]
+    has_marks = any(is_mark)
+    return tuple(
+        _key(embeds[i].tobytes()) if mark or not has_marks else ids[i] for i, mark in enumerate(is_mark)
+    )
+
+
+def _key(content: bytes) -> int:
+    digest = hashlib.blake2b(content, digest_size=4).digest()
+    return PICTURE_KEY | int.from_bytes(digest, "little") >> 1
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".") + "."
+
+
+def _arrays(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
