@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from mlx_mesh.launcher.asking import ask_hosts
 from mlx_mesh.launcher.config import LaunchConfig
+from mlx_mesh.launcher.pair_probe import dial_pairs
 from mlx_mesh.mesh.doctor import Finding, Level, Question, duplicates, examine
+from mlx_mesh.mesh.pair_checks import PairHost, pair_findings
 
 
 def diagnose(config: LaunchConfig) -> list[Finding]:
@@ -22,6 +24,14 @@ def diagnose(config: LaunchConfig) -> list[Finding]:
         findings += examine(examined, question)
         keys = [(answer.examined, answer.host_key) for answer in answers if answer.examined is not None]
         findings += duplicates(keys)
+        pairs = [
+            PairHost(
+                examined=answer.examined, rules=answer.entry.interfaces, addresses=answer.entry.addresses
+            )
+            for answer in answers
+            if answer.examined is not None
+        ]
+        findings += [*pair_findings(pairs), *dial_pairs(pairs, config)]
     return findings
 
 
@@ -29,7 +39,7 @@ def lines(findings: Sequence[Finding], is_verbose: bool) -> list[str]:
     """For people: what is not right, or everything; then a count."""
     shown = [finding for finding in findings if is_verbose or finding.level is not Level.OK]
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
-    hosts = len({finding.host for finding in findings})
+    hosts = len({finding.host for finding in findings if " - " not in finding.host})
     return [
         *map(str, shown),
         f"{len(findings)} checks on {hosts} host{'s' if hosts != 1 else ''}: {counts[Level.FAIL]} failed, "

@@ -6,6 +6,7 @@ evidence. Nothing here changes anything, and no advice is carried out by the pro
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
@@ -14,7 +15,7 @@ import msgspec
 from mlx_mesh.mesh.capacity import wired_limit_advice
 from mlx_mesh.mesh.chips import find_chip
 from mlx_mesh.mesh.host_report import HostReport
-from mlx_mesh.mesh.interfaces import LinkClass
+from mlx_mesh.mesh.interfaces import LINK_LOCAL, LinkClass, is_foreign
 from mlx_mesh.mesh.link_plan import overlapping_subnets, usable_interfaces
 from mlx_mesh.mesh.memory import format_bytes
 from mlx_mesh.mesh.types import Backend, Versions
@@ -407,6 +408,29 @@ def _default_route(host: Examined, leader: Examined, question: Question) -> Seen
         seen = f"the default route goes over {kinds[over[0]].what}: the internet is looked for in the cable"
         return Level.FAIL, seen, "remove the router's address from that service, or switch its DHCP off"
     return _ok(", ".join(defaults) or "none")
+
+
+@_check("vpn", Area.NETWORK)
+def _vpn(host: Examined, leader: Examined, question: Question) -> Seen:
+    """A tunnel's route that covers a cable's network: by itself the cable's own route wins, but VPN programs
+    take such routes away, or filter what is not theirs."""
+    kinds = {i.name: i for i in host.report.facts.interfaces}
+    cables = [
+        (i, ipaddress.ip_interface(text).network)
+        for i in kinds.values()
+        if i.link_class is LinkClass.THUNDERBOLT and i.is_active
+        for text in i.addresses
+        if ipaddress.ip_interface(text).ip not in LINK_LOCAL
+    ]
+    for route in host.report.routes:
+        network = ipaddress.ip_network(route.network)
+        if network.prefixlen <= 1 or not is_foreign(route.interface):
+            continue
+        for cable, own in cables:
+            if own.overlaps(network):
+                seen = f"the route {network} of {route.interface} covers {cable.what} ({own})"
+                return Level.WARN, seen, "if links fail while the VPN is on: `mlx-mesh net plan` with it on"
+    return _ok("no tunnel's route covers a cable")
 
 
 @_check("bridge", Area.NETWORK)

@@ -279,3 +279,47 @@ def report_of(mac: Mac) -> HostReport:
         routes=parse_routes(lines["netstat -rn -f inet"]),
         services=parse_network_services(lines["networksetup -listnetworkserviceorder"]),
     )
+
+
+def on_cable(mac: Mac, count: int = 2) -> list[Mac]:
+    """Macs of one kind, each two on a cable that has a network of its own."""
+    made = mesh_of(mac, count, full_mesh(count))
+    for number, ((one, port), (other, peer)) in enumerate(full_mesh(count)):
+        for index, (host, at) in enumerate(((one, port), (other, peer)), 1):
+            own = dict(made[host - 1].thunderbolt) | {f"en{at + 1}": (f"10.0.{number}.{index}/30",)}
+            made[host - 1] = replace(made[host - 1], thunderbolt=own)
+    return made
+
+
+def fixtures() -> dict[str, list[Mac]]:
+    """Sets of hosts, by what is special about them."""
+    plain, second = on_cable(Mac())
+    laptop = Mac(model="MacBookPro18,2", chip="Apple M1 Max", num_ports=3, generation=4, has_rdma=True)
+    return {
+        "tb5-2": mesh_of(Mac(), 2, full_mesh(2)),
+        "tb5-4": mesh_of(
+            Mac(model="Mac15,14", chip="Apple M3 Ultra", memory_gb=512, num_ports=6), 4, full_mesh(4)
+        ),
+        "tb5-2-bridge": mesh_of(Mac(is_bridged=True), 2, full_mesh(2)),
+        "tb5-2-nordma": mesh_of(Mac(has_rdma=False), 2, full_mesh(2)),
+        "tb5-2 with addresses": [plain, second],
+        "M1 with Thunderbolt 4": on_cable(laptop),
+        "Wi-Fi only": [
+            replace(mac, cables=(), ethernet_is_wifi=True) for mac in mesh_of(Mac(), 2, full_mesh(2))
+        ],
+        "overlapping subnets": [plain, replace(second, ethernet=("10.0.0.77/16",))],
+        "a VPN whose route covers the cable": [
+            plain,
+            replace(
+                second,
+                vpn=("10.8.0.2/24",),
+                routes=(("default", "192.168.1.254", "en0"), ("10", "10.8.0.1", "utun4")),
+            ),
+        ],
+        "a DHCP lease on bridge0": mesh_of(
+            Mac(is_bridged=True, bridge=("192.168.1.77/24",), is_bridge_leased=True), 2, full_mesh(2)
+        ),
+        "lid closed on battery": [plain, replace(second, is_on_battery=True, is_lid_closed=True)],
+        "Rosetta Python": [plain, replace(second, is_translated=True)],
+        "different macOS builds": [plain, replace(second, build="25D60", version="26.3")],
+    }
