@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TextIO, cast
 
 import msgspec
@@ -22,6 +22,7 @@ from mlx_mesh.launcher import (
     mcp_server,
     net_command,
     plan_command,
+    sync_command,
     trust_command,
     verify_command,
 )
@@ -327,6 +328,30 @@ def _verify(arguments: Arguments) -> int:
     return ExitCode.OK if verdict.is_same else ExitCode.FAILED
 
 
+def _sync(arguments: Arguments) -> int:
+    given = arguments.hostfile
+    hostfile = local_hostfile(1, "sync") if given is None else read_hostfile(given)
+    flags = Flags(
+        model=arguments.model,
+        adapter=arguments.adapter_path,
+        sharding=arguments.sharding,
+        context=arguments.context,
+        ssh_config=arguments.ssh_config,
+        is_offline=arguments.offline,
+        host="127.0.0.1",
+    )
+    config = build_config(hostfile, flags, {})
+    options = sync_command.SyncOptions(is_full=arguments.full, verify=arguments.verify)
+    console = Console(sys.stderr if arguments.json else None)
+    synced = sync_command.sync(config, options, console)
+    if arguments.json:
+        print(json.dumps([asdict(each.brought) for each in synced], indent=1))
+    else:
+        for line in sync_command.lines(synced):
+            print(line)
+    return ExitCode.OK
+
+
 def _bench(arguments: Arguments) -> int:
     if not arguments.probe:
         raise SettingsError("Give --probe; it is what `bench` can measure.")
@@ -420,6 +445,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="let data go over this interface only, on all hosts (en5, en*), or never over it (^en0); may be "
         "repeated",
     )
+    up_parser.add_argument(
+        "--sync",
+        choices=("auto", "never"),
+        help="auto: bring the model to hosts that lack it; default: the hostfile's, or auto",
+    )
     up_parser.add_argument("--backend", type=_backend, help="auto, ring, jaccl, jaccl-ring or nccl")
     _add_launch_flags(up_parser)
 
@@ -442,6 +472,20 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_adapter_flag(plan)
     _add_kv_flags(plan)
+
+    sync = command("sync", _sync, "Bring a model, or each host's part of it, to the hosts.")
+    sync.add_argument("model", metavar="MODEL", help="folder or hub id")
+    sync.add_argument("hostfile", nargs="?", help="default: this machine")
+    sync.add_argument("--full", action="store_true", help="all of the model to every host")
+    sync.add_argument(
+        "--verify", action="store_true", help="read again what is there, and compare it by SHA-256"
+    )
+    sync.add_argument("--sharding", type=_sharding, help=f"of the plan: {SHARDINGS}; default: the hostfile's")
+    sync.add_argument("--context", type=int, metavar="TOKENS", help="of the plan, as for `up`")
+    sync.add_argument("--offline", action="store_true", help="ask no hub; a host must have the model")
+    sync.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
+    sync.add_argument("--json", action="store_true", help="machine-readable")
+    _add_adapter_flag(sync)
 
     verify = command("verify", _verify, "Compare a mesh's answers with those of one host.")
     verify.add_argument("model", metavar="MODEL", help="folder or hub id")
@@ -652,5 +696,6 @@ def _flags(arguments: Arguments) -> Flags:
         paranoid=arguments.paranoid,
         allow_wifi=getattr(arguments, "allow_wifi", False),
         interfaces=tuple(getattr(arguments, "interface", ())),
+        sync=getattr(arguments, "sync", None),
         is_elastic=getattr(arguments, "elastic", False),
     )

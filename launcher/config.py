@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mlx_mesh.mesh.errors import HostfileError, SettingsError
-from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, parse_hostfile
+from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, SyncMode, parse_hostfile
 from mlx_mesh.mesh.hostfile_fields import check_name
 from mlx_mesh.mesh.interfaces import check_rules
 from mlx_mesh.mesh.kv_options import KvOptions, check_kv_options
@@ -57,6 +57,7 @@ class Flags:
     quantized_kv_start: int | None = None
     ssh_config: str | None = None
     is_offline: bool = False
+    sync: SyncMode | None = None
     paranoid: bool = False
     allow_wifi: bool = False
     interfaces: tuple[str, ...] = ()  # for all hosts; () = the hostfile's
@@ -94,6 +95,7 @@ class LaunchConfig:
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     kv_options: KvOptions = field(default_factory=KvOptions)
     is_offline: bool = False  # no host asks the hub
+    sync: SyncMode = "auto"
     ssh_config: str = ""  # '' = ~/.ssh/config
     notes: tuple[str, ...] = ()
     paranoid: bool = False
@@ -101,6 +103,11 @@ class LaunchConfig:
     is_elastic: bool = False  # take hosts in again by itself
     faults: tuple[str, ...] = ()  # of --fault
     deadlines: Deadlines = field(default_factory=Deadlines)
+
+    @property
+    def brings_model(self) -> bool:
+        """A model that a host lacks is brought there from another."""
+        return self.sync == "auto" and len({host.machine or host.name for host in self.hosts}) > 1
 
     @property
     def num_ranks(self) -> int:
@@ -223,6 +230,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         ssh_config=str(Path(flags.ssh_config).expanduser().resolve()) if flags.ssh_config else "",
         notes=hostfile.notes,
         is_offline=flags.is_offline,
+        sync=flags.sync or hostfile.sync,
         paranoid=flags.paranoid,
         allow_wifi=flags.allow_wifi,
         is_elastic=flags.is_elastic,

@@ -101,6 +101,20 @@ class Console:
             self._told[rank] = part
             self.say(text)
 
+    def transfer(self, key: int, host: str, what: str, done: int, total: int, detail: str = "") -> None:
+        """The one line of a host that reads, sends for or receives a model; bytes."""
+        share = f" ({done * 100 // total} %)" if total else ""
+        text = f"[{host}] {what} {done / 1e6:.1f} of {total / 1e6:.1f} MB{share}"
+        text += f", {detail}" if detail else ""
+        if self._rich.is_terminal:
+            self._progress[key] = harmless(text)
+            self._draw()
+            return
+        part = f"{what} {done * NUM_PLAIN_PARTS // total if total else ''}"
+        if self._told.get(key) != part:
+            self._told[key] = part
+            self.say(harmless(text))
+
     def log(self, who: str, host: str, line: str) -> None:
         """A line that a rank, an agent or a remote shell said."""
         if self._is_json:

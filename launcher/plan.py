@@ -40,12 +40,13 @@ class Plan:
     notes: tuple[str, ...] = ()  # predicted speed, and what else is worth knowing
 
 
-def make_plans(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> tuple[Plan, ...]:
-    """One for each replica. Raises PlacementError with the reason and the valid choices; nothing was loaded
-    then."""
-    footprint = with_kv_options(
-        read_footprint(hosts[0], is_offline=config.is_offline, vision=config.vision), config.kv_options
-    )
+def make_plans(
+    config: LaunchConfig, hosts: Sequence[ReadyHost], source: ReadyHost | None = None
+) -> tuple[Plan, ...]:
+    """One for each replica. `source`: a host that has the model, when the leader does not. Raises
+    PlacementError with the reason and the valid choices; nothing was loaded then."""
+    found = read_footprint(source or hosts[0], is_offline=config.is_offline, vision=config.vision)
+    footprint = with_kv_options(found, config.kv_options)
     if config.num_replicas == 1:
         return (make_plan(config, hosts, footprint, hosts[0]),)
     plans = []

@@ -45,6 +45,11 @@ class ReadyHost:
     adapter: str = ""  # its folder on this host; '' = none
     embedding: str = ""  # the embedding model's, on the leader; '' = none
 
+    @property
+    def machine(self) -> str:
+        """The name of the host that it is, or is a part of."""
+        return self.entry.machine or self.entry.name
+
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
@@ -78,13 +83,15 @@ def open_host(entry: HostEntry, ssh_config: str) -> RemoteHost:
     return SshHost.connect(entry.name, find_route(entry.name, entry.ssh, entry.user, ssh_config or None))
 
 
-def check_hosts(config: LaunchConfig) -> Preflight:
-    """All hosts in parallel. Raises PreflightError with a line for each fault; nothing stays open then."""
-    probed, faults = _probe_all(config)
+def check_hosts(config: LaunchConfig, *, may_lack_model: bool = False) -> Preflight:
+    """All hosts in parallel. Raises PreflightError with a line for each fault; nothing stays open then.
+    `may_lack_model`: a host without the model is no fault, because it is brought there; no hub is asked."""
+    probed, faults = _probe_all(config, may_lack_model)
     try:
         if not faults:
             hosts = [probed[entry.name] for entry in config.hosts]
-            faults, warnings = compare_hosts([host.facts for host in hosts], [_named(host) for host in hosts])
+            facts, names = [host.facts for host in hosts], [_named(host) for host in hosts]
+            faults, warnings = compare_hosts(facts, names, may_lack_model)
             addresses, address_faults = choose_addresses(_seen(_machines(hosts)))
             faults += address_faults + _tokenizer_faults(hosts[0])
             if config.world_size > 1:
@@ -113,7 +120,7 @@ def check_hosts(config: LaunchConfig) -> Preflight:
     return Preflight(ready, tuple(warnings))
 
 
-def _probe_all(config: LaunchConfig) -> tuple[dict[str, _Probed], list[HostFault]]:
+def _probe_all(config: LaunchConfig, may_lack_model: bool) -> tuple[dict[str, _Probed], list[HostFault]]:
     probed: dict[str, _Probed] = {}
     faults: list[HostFault] = []
     lock = threading.Lock()
@@ -121,7 +128,7 @@ def _probe_all(config: LaunchConfig) -> tuple[dict[str, _Probed], list[HostFault
 
     def probe(entry: HostEntry) -> None:
         try:
-            found = probe_host(entry, config)
+            found = probe_host(entry, config, may_lack_model)
         except HostFault as fault:
             with lock:
                 faults.append(fault)
@@ -159,13 +166,13 @@ def _probe_all(config: LaunchConfig) -> tuple[dict[str, _Probed], list[HostFault
         return dict(probed), list(faults)
 
 
-def probe_host(entry: HostEntry, config: LaunchConfig) -> _Probed:
+def probe_host(entry: HostEntry, config: LaunchConfig, may_lack_model: bool = False) -> _Probed:
     """Reach one host and ask it. Raises HostFault."""
     remote = open_host(entry, config.ssh_config)
     try:
         python = python_of(entry)
-        answer = ask_host(remote, python, entry, config)
-        facts = read_answer(answer, entry.name, python, config.model)
+        answer = ask_host(remote, python, entry, config, asks_hub=not may_lack_model)
+        facts = read_answer(answer, entry.name, python, config.model, may_lack_model)
         reached_at = ""
         if isinstance(remote, SshHost):
             seen = str(answer["ssh_connection"]).split()
@@ -177,13 +184,17 @@ def probe_host(entry: HostEntry, config: LaunchConfig) -> _Probed:
         raise
 
 
-def ask_host(remote: RemoteHost, python: str, entry: HostEntry, config: LaunchConfig) -> dict[str, Any]:
+def ask_host(
+    remote: RemoteHost, python: str, entry: HostEntry, config: LaunchConfig, *, asks_hub: bool = True
+) -> dict[str, Any]:
     """The answer of the facts probe on a host that was reached. Raises HostFault."""
     embedding = config.embedding_model if entry is config.hosts[0] else ""  # the leader's business only
     request = {
         "min_python": MIN_PYTHON,
         "model": config.model,
         "models": model_candidates(config.model, entry.models),
+        "models_folder": entry.models,
+        "asks_hub": asks_hub,
         "adapter": config.adapter,
         "adapters": adapter_candidates(config.adapter, entry.models),
         "embedding": embedding,
@@ -210,7 +221,9 @@ def ask_host(remote: RemoteHost, python: str, entry: HostEntry, config: LaunchCo
         ) from error
 
 
-def read_answer(answer: dict[str, Any], host: str, python: str, model: str) -> HostFacts:
+def read_answer(
+    answer: dict[str, Any], host: str, python: str, model: str, may_lack_model: bool = False
+) -> HostFacts:
     """HostFacts of a probe's answer. Raises HostFault naming the first step that fails. Pure."""
     version = tuple(answer["python"])
     if version[:2] < MIN_PYTHON:
@@ -254,13 +267,13 @@ def read_answer(answer: dict[str, Any], host: str, python: str, model: str) -> H
             f"its mlx-mesh answers in another form than this one ({error}); it is too old or too new",
             f"run there: {pip} --upgrade mlx-mesh, and the same here",
         ) from error
-    if not facts.model_digest:
+    if not facts.model_digest and not may_lack_model:
         where = " or set `models:` for this host" if is_hub_id(model) else ""
         raise HostFault(
             host,
             "model",
             facts.model_error.rstrip(".") or f"there is no model {answer['model']}",
-            f"copy the model there{where}, or correct --model",
+            f"`mlx-mesh sync` brings it; or copy the model there{where}, or correct --model",
         )
     if facts.adapter_error:
         raise HostFault(
@@ -293,9 +306,12 @@ def _named(host: _Probed) -> Named:
     return Named(host.entry.name, host.python, host.model, host.adapter)
 
 
-def compare_hosts(facts: Sequence[HostFacts], names: Sequence[Named]) -> tuple[list[HostFault], list[str]]:
+def compare_hosts(
+    facts: Sequence[HostFacts], names: Sequence[Named], brings_model: bool = False
+) -> tuple[list[HostFault], list[str]]:
     """Versions and model of every host against the first one's, and the first one's against this launcher's
-    protocol. Differences of mlx, mlx-lm, mlx-mesh, protocol and model block; of Python's minor they warn."""
+    protocol. Differences of mlx, mlx-lm, mlx-mesh, protocol and model block; of Python's minor they warn.
+    `brings_model`: whether hosts have the same model is looked at later."""
     faults: list[HostFault] = []
     warnings: list[str] = []
     leader, leader_name = facts[0], names[0].name
@@ -325,7 +341,7 @@ def compare_hosts(facts: Sequence[HostFacts], names: Sequence[Named]) -> tuple[l
                 f"{named.name} runs Python {host.versions.python}, {leader_name} {leader.versions.python}; "
                 "this works, the same one is better tested"
             )
-        if host.model_digest != leader.model_digest:
+        if host.model_digest != leader.model_digest and not brings_model:
             faults.append(
                 HostFault(
                     named.name,

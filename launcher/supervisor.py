@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from mlx_mesh.launcher.config import LaunchConfig, plan_size
+from mlx_mesh.launcher.config import LaunchConfig, is_hub_id, plan_size
 from mlx_mesh.launcher.console import Console
 from mlx_mesh.launcher.faults import HostFault
 from mlx_mesh.launcher.measured import read_measurements
@@ -56,6 +56,7 @@ from mlx_mesh.mesh.messages import (
     PlanChosen,
     RankProgress,
 )
+from mlx_mesh.mesh.types import Placement
 
 SECRET_BYTES = 32
 NUM_LAST_LINES = 12
@@ -160,11 +161,14 @@ class Supervisor:
         hosts: Sequence[ReadyHost],
         console: Console,
         on_agents: Callable[[tuple[AgentProcess, ...]], None],
+        planned: tuple[Placement, ...] = (),
     ) -> None:
+        """`planned`: by replica, what hosts were brought parts of the model for, if any were."""
         self.run_id = secrets.token_hex(8)
         self._config = config
         self._console = console
         self._on_agents = on_agents
+        self._planned = planned
         self._agents = [_Agent(host) for host in hosts]
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._secret = secrets.token_hex(SECRET_BYTES)
@@ -269,9 +273,12 @@ class Supervisor:
             attached=True,
             deadlines=config.deadlines,
             offline=config.is_offline,
-            mesh=mesh_config(config, [agent.host for agent in self._agents]) if index == 0 else None,
+            mesh=self._mesh_config() if index == 0 else None,
             faults=config.faults,
         )
+
+    def _mesh_config(self) -> MeshConfig:
+        return mesh_config(self._config, [agent.host for agent in self._agents], self._planned)
 
     # ------------------------------------------------------------ what the agents say
 
@@ -596,7 +603,9 @@ class Supervisor:
         return str(answer["left"])
 
 
-def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
+def mesh_config(
+    config: LaunchConfig, hosts: Sequence[ReadyHost], planned: tuple[Placement, ...] = ()
+) -> MeshConfig:
     """What the coordinator is told."""
     context, sequences = plan_size(config)
     measurements = read_measurements(os.environ)
@@ -627,7 +636,8 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         serve_port=config.serve_port,
         api_keys=config.api_keys,
         allowed_origins=config.allowed_origins,
-        served_model_names=config.served_model_names,
+        served_model_names=config.served_model_names or _hub_name(config, hosts[0]),
+        planned=planned,
         chat_template=config.chat_template,
         strip_thinking=config.strip_thinking,
         embedding_model=hosts[0].embedding,
@@ -649,6 +659,11 @@ def mesh_config(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> MeshConfig:
         link=slowest_link([host.facts for host in hosts], measurements, config.backend),
         deadlines=config.deadlines,
     )
+
+
+def _hub_name(config: LaunchConfig, leader: ReadyHost) -> tuple[str, ...]:
+    """A hub model that was delivered has a folder's name there; clients know it by its id."""
+    return (config.model,) if leader.facts.is_delivered and is_hub_id(config.model) else ()
 
 
 def _exit_code(number: int) -> ExitCode:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from mlx_mesh.launcher.api import Api
+from mlx_mesh.launcher.bring import plan_and_bring
 from mlx_mesh.launcher.config import LaunchConfig, is_loopback
 from mlx_mesh.launcher.console import Console
-from mlx_mesh.launcher.link_notes import link_notes
-from mlx_mesh.launcher.plan import make_plans
 from mlx_mesh.launcher.preflight import ReadyHost, check_hosts, close_all, python_of
 from mlx_mesh.launcher.programs.processes import started
 from mlx_mesh.launcher.running import end_leftovers
@@ -30,7 +29,7 @@ def dry_run(config: LaunchConfig, console: Console) -> ExitCode:
     with StopSignals():
         hosts = _check(config, console)
         try:
-            _show_plan(config, hosts, console)
+            plan_and_bring(config, hosts, console, is_dry=True)
         finally:
             close_all(hosts)
     console.say("Dry run: nothing was started.")
@@ -72,9 +71,9 @@ def _up(
     hosts = _check(config, console)
     left: list[str] = []
     try:
-        _show_plan(config, hosts, console)
+        ready_hosts = plan_and_bring(config, hosts, console)
         state = _State(folder, config, hosts, log)
-        supervisor = Supervisor(config, hosts, console, state.set_agents)
+        supervisor = Supervisor(config, ready_hosts.hosts, console, state.set_agents, ready_hosts.planned)
         state.begin(supervisor.run_id)
         signals.hand_to(supervisor.ask_to_stop)
         try:
@@ -117,22 +116,10 @@ def _check(config: LaunchConfig, console: Console) -> tuple[ReadyHost, ...]:
         console.warn(note)
     names = ", ".join(host.name for host in config.hosts)
     console.say(f"Checking {len(config.hosts)} host{'s' if len(config.hosts) > 1 else ''}: {names}")
-    preflight = check_hosts(config)
+    preflight = check_hosts(config, may_lack_model=config.brings_model)
     for warning in preflight.warnings:
         console.warn(warning)
     return preflight.hosts
-
-
-def _show_plan(config: LaunchConfig, hosts: Sequence[ReadyHost], console: Console) -> None:
-    what = f"{config.model} with adapter {config.adapter}" if config.adapter else config.model
-    for replica, plan in enumerate(make_plans(config, hosts)):
-        named = (
-            f"{what} (replica {replica + 1} of {config.num_replicas})" if config.num_replicas > 1 else what
-        )
-        console.plan(plan.placement, plan.rows, named, str(config.backend))
-        members = [host for host in hosts if host.entry.replica == replica]
-        for note in (*plan.notes, *link_notes(config, members)):
-            console.say(f"  {note}")
 
 
 def _tell_ready(

@@ -29,6 +29,9 @@ from mlx_mesh.mesh.yaml_lines import Lines, Place, YamlError, load_json_with_lin
 
 DEFAULT_PORT = 18000
 
+SyncMode = Literal["auto", "never"]
+"""Whether `up` brings the model to hosts that lack it."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
@@ -72,6 +75,7 @@ class Hostfile:
     backend: Backend = Backend.AUTO
     serve_host: str = "127.0.0.1"
     serve_port: int = DEFAULT_PORT
+    sync: SyncMode = "auto"
     deadlines: Deadlines = field(default_factory=Deadlines)
     notes: tuple[str, ...] = ()
 
@@ -141,6 +145,7 @@ class _File(_Strict):
     sharding: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
     interfaces: list[str] = []
+    sync: SyncMode = "auto"
     serve: _Serve = _Serve()
     defaults: _Defaults = _Defaults()
     deadlines: dict[str, float] = {}
@@ -240,6 +245,7 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
         backend=Backend(file.backend),
         serve_host=file.serve.host,
         serve_port=file.serve.port,
+        sync=file.sync,
         deadlines=deadlines,
         hosts=hosts,
     )

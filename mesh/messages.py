@@ -107,6 +107,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False  # take a host in again by itself that came back after the mesh went on without it
     paranoid: bool = False  # compare all ranks after each step, before its tokens are passed on
     prefix: PrefixSettings = PrefixSettings()
+    planned: tuple[Placement, ...] = ()  # by replica: hosts may have no more of the model than these need
     allow_wifi: bool = False  # data may go over Wi-Fi where hosts have nothing better in common
     num_replicas: int = 1
     replica: int = 0  # of these, the one that a coordinator runs

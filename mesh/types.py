@@ -80,6 +80,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     interfaces: tuple[Interface, ...] = ()
     model_digest: str = ""  # hash over config and weight file names and sizes; '' = model not found
     model_error: str = ""  # why model_digest is empty, in words with the fix
+    model_part: str = ""  # what is there of a model that was delivered in part, "1.2 of 4.5 GB"; '' = all
+    is_delivered: bool = False  # mlx-mesh brought the model here
     adapter_digest: str = ""  # hash over the adapter's files; '' = none was asked for, or there is none
     adapter_error: str = ""  # why adapter_digest is empty although one was asked for
     tokenizer_error: str = ""  # why this host could not serve HTTP for the model; followers need no tokenizer

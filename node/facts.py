@@ -25,7 +25,8 @@ from mlx_mesh.mesh.errors import PreflightError, SettingsError
 from mlx_mesh.mesh.macos import parse_key_values
 from mlx_mesh.mesh.types import HostFacts, Versions
 from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
-from mlx_mesh.node.hub import locate, parse_hub_id
+from mlx_mesh.node.delivery.part_folder import describe_part, read_part
+from mlx_mesh.node.hub import find_complete, locate, parse_hub_id
 from mlx_mesh.node.hub_folder import read_record
 from mlx_mesh.node.interfaces import own_interfaces
 from mlx_mesh.node.system import ask, is_mac
@@ -37,11 +38,13 @@ EMBEDDER_BYTES = 256 * 1024 * 1024
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
 
 
-def gather_facts(model: str, adapter: str = "", embedding: str = "") -> HostFacts:
-    """Everything at once. A model or adapter that is not there is a fact too, not an error."""
-    digest, error, tokenizer = "", "", ""
+def gather_facts(model: str, adapter: str = "", embedding: str = "", asks_hub: bool = True) -> HostFacts:
+    """Everything at once. A model or adapter that is not there is a fact too, not an error. `asks_hub` False:
+    a hub model that is not here as a whole is not here."""
+    digest, error, tokenizer, part, is_delivered = "", "", "", "", False
     try:
-        folder = resolve_model(model)
+        folder = resolve_model(model) if asks_hub else _whole_model(model)
+        part, is_delivered = describe_part(folder), read_part(folder) is not None
         digest, tokenizer = digest_model(folder), tokenizer_problem(folder)
     except PreflightError as problem:
         error = str(problem)
@@ -60,6 +63,8 @@ def gather_facts(model: str, adapter: str = "", embedding: str = "") -> HostFact
         versions=installed_versions(),
         model_digest=digest,
         model_error=error,
+        model_part=part if digest else "",
+        is_delivered=is_delivered,
         adapter_digest=adapter_digest,
         adapter_error=adapter_error,
         tokenizer_error=tokenizer,
@@ -90,6 +95,8 @@ def _embedding_facts(embedding: str) -> tuple[int, str]:
 
 def embedding_weights_bytes(folder: Path) -> int:
     """Bytes of the weight files, which must be here: they are read whole. Raises PreflightError."""
+    if part := describe_part(folder):
+        raise PreflightError(f"{folder} has only {part} of the embedding model; bring it with `--full`.")
     if (record := read_record(folder)) is not None:
         raise PreflightError(
             f"the embedding model {record.repo} is not on {socket.gethostname()} as a whole, with the files "
@@ -150,6 +157,16 @@ def resolve_model(model: str) -> Path:
     if hub_id is None:
         raise PreflightError(f"the model folder {folder} does not exist on {socket.gethostname()}.")
     return locate(*hub_id)
+
+
+def _whole_model(model: str) -> Path:
+    """As `resolve_model`, without a word to the hub. Raises PreflightError."""
+    hub_id = parse_hub_id(model)
+    if hub_id is None or Path(model).expanduser().is_dir():
+        return resolve_model(model)
+    if (found := find_complete(*hub_id)) is None:
+        raise PreflightError(f"the model {model} is not (or not completely) on {socket.gethostname()}")
+    return found
 
 
 def digest_model(folder: Path) -> str:

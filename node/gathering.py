@@ -139,9 +139,17 @@ def mismatch(roster: Roster, join: Join) -> str:
 
 def place_model(roster: Roster, footprint: ModelFootprint, chosen: Sequence[int]) -> Placement:
     """What each rank of the chosen hosts holds, all of which are there. Fewer than all hosts cannot keep what
-    was asked of all of them: pinned layers, and a sharding that is impossible for so few. Raises
-    PlacementError."""
+    was asked of all of them: pinned layers, and a sharding that is impossible for so few. A host that was
+    brought a part of the model can do with it only what it was brought for. Raises PlacementError."""
     is_whole = len(chosen) == len(roster.seats)
+    if parts := _parts(roster, footprint, chosen):
+        planned = roster.mesh.planned[roster.mesh.replica :][:1]
+        if is_whole and planned and planned[0].model_digest == footprint.model_digest:
+            return planned[0]
+        raise PlacementError(
+            f"Of the model {', '.join(parts)}, for another plan. `mlx-mesh sync --full` brings all of it to "
+            "all hosts, and then any of them can go on without the others."
+        )
     hosts = [
         HostCapacity(
             name=seat.host,
@@ -172,6 +180,17 @@ def place_model(roster: Roster, footprint: ModelFootprint, chosen: Sequence[int]
         placement = plan_placement(footprint, hosts, free)
         why = f"not {request.sharding} as asked, with {len(hosts)} of {len(roster.seats)} hosts: {impossible}"
         return msgspec.structs.replace(placement, reasons=(*placement.reasons, why))
+
+
+def _parts(roster: Roster, footprint: ModelFootprint, chosen: Sequence[int]) -> list[str]:
+    """In words, those of the chosen hosts that have only a part of this model."""
+    return [
+        f"{seat.host} has only {member.join.facts.model_part}"
+        for seat, member in roster.members()
+        if seat.index in chosen
+        and member.join.facts.model_part
+        and member.join.facts.model_digest == footprint.model_digest
+    ]
 
 
 def backend_of(roster: Roster) -> BackendChoice:

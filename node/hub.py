@@ -35,7 +35,7 @@ from mlx_mesh.node.hub_folder import (
 )
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-_SMALL_FILES = re.compile(r"[^/]+\.(json|jsonl|txt|jinja|model|tiktoken)")  # no *.py: no foreign code
+SMALL_FILES = re.compile(r"[^/]+\.(json|jsonl|txt|jinja|model|tiktoken)")  # no *.py: no foreign code
 _WEIGHTS = re.compile(r"model[^/]*\.safetensors")
 _INDEX = "model.safetensors.index.json"
 _FIRST_READ_BYTES = 256 * 1024
@@ -93,6 +93,22 @@ def fetch_for_layers(folder: Path, num_layers: int, start: int, end: int, on_byt
     missing = [file for file in needed if is_placeholder(folder / file)]
     if missing:
         _fetch(folder, record, missing, on_bytes)
+
+
+def fetch_all(folder: Path, on_bytes: OnBytes) -> None:
+    """Make all files real. An ordinary folder: nothing to do. Raises PreflightError."""
+    record = read_record(folder)
+    missing = [file for file in record.files if is_placeholder(folder / file)] if record is not None else []
+    if record is not None and missing:
+        _fetch(folder, record, missing, on_bytes)
+
+
+def find_complete(repo: str, revision: str = "") -> Path | None:
+    """A folder of that model with all of its weights, in the hub's cache or made by us; asks nobody."""
+    if (snapshot := _cached_snapshot(repo, revision)) is not None:
+        return snapshot
+    known = _known_folder(repo, revision)
+    return known if known is not None and _is_complete(known) else None
 
 
 # ---------------------------------------------------------------- the folder
@@ -169,7 +185,7 @@ def _make_folder(repo: str, revision: str) -> Path:
             work = [
                 pool.submit(_add_small, making, repo, commit, name)
                 for name in sizes
-                if _SMALL_FILES.fullmatch(name)
+                if SMALL_FILES.fullmatch(name)
             ]
             work += [
                 pool.submit(_add_weights, making, repo, commit, name, size) for name, size in weights.items()

@@ -27,6 +27,16 @@ def pick_model(candidates: list[str], fallback: str) -> str:
     return str(Path(fallback).expanduser()) if fallback.startswith("~") else fallback
 
 
+def find_model(asked: Any) -> str:
+    """The same by mlx-mesh's own rules, which know complete folders from others, and delivered ones."""
+    try:
+        look = importlib.import_module("mlx_mesh.node.delivery.look")
+        found = look.pick_folder(asked["model"], asked["models"], asked.get("models_folder", ""))
+    except Exception:  # an older one, or a folder that cannot be judged: the facts say what is wrong
+        found = ""
+    return str(found) or pick_model(asked["models"], asked["model"])
+
+
 def missing_modules() -> list[str]:
     found = []
     for name in NEEDED:
@@ -58,12 +68,13 @@ def mlx_fault() -> str:
     return lines[-1] if lines else f"importing mlx.core ended with status {done.returncode}"
 
 
-def facts_of(model: str, adapter: str, embedding: str) -> tuple[Any, str]:
+def facts_of(model: str, adapter: str, embedding: str, asks_hub: bool) -> tuple[Any, str]:
     """HostFacts as plain data, or why there are none."""
     try:
         msgspec = importlib.import_module("msgspec")
         facts = importlib.import_module("mlx_mesh.node.facts")
-        found = facts.gather_facts(model, *([adapter, embedding] if adapter or embedding else []))
+        more = [adapter, embedding] if adapter or embedding or not asks_hub else []
+        found = facts.gather_facts(model, *more, *([] if asks_hub else [False]))
         return json.loads(msgspec.json.encode(found)), ""
     except Exception as error:  # whatever is wrong there is to be told here
         return None, f"{type(error).__name__}: {error}"
@@ -89,12 +100,12 @@ def main(marker: str, request: str) -> None:
     if sys.version_info[:2] >= tuple(asked["min_python"]):
         answer["missing"] = missing_modules()
         if not answer["missing"]:
-            answer["model"] = pick_model(asked["models"], asked["model"])
+            answer["model"] = find_model(asked)
             answer["mlx_fault"] = mlx_fault()
             answer["adapter"] = pick_model(asked.get("adapters", []), asked.get("adapter", ""))
             answer["embedding"] = pick_model(asked.get("embeddings", []), asked.get("embedding", ""))
             answer["facts"], answer["facts_error"] = facts_of(
-                answer["model"], answer["adapter"], answer["embedding"]
+                answer["model"], answer["adapter"], answer["embedding"], asked.get("asks_hub", True)
             )
     sys.stdout.write(f"\n{marker} {json.dumps(answer)}\n")
     sys.stdout.flush()

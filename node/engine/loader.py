@@ -52,6 +52,7 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -65,17 +66,27 @@ class LazyModel:
     config: dict[str, Any]
     stored: dict[str, StoredTensor]
     whole: Any = None
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)  # all, by their names in the files
+    given: dict[str, Any] = field(default_factory=dict)  # with `keep_given`: the same as lazy arrays
+
+    @property
+    def header_sizes(self) -> dict[Path, int]:
+        """Of each weight file, the bytes before its tensors."""
+        return {file: _header_size(file) for file in sorted(self.folder.glob("model*.safetensors"))}
 
     @property
     def layers(self) -> list[Any]:
         return list(self.model.layers)
 
 
-def open_lazy(folder: str | Path, adapter: str | Path = "", *, with_vision: bool = False) -> LazyModel:
+def open_lazy(
+    folder: str | Path, adapter: str | Path = "", *, with_vision: bool = False, keep_given: bool = False
+) -> LazyModel:
     """Build the model of a local folder over lazy arrays; `adapter` is a folder as mlx-lm's LoRA and DoRA
     training writes it, '' none. `with_vision`: build mlx-vlm's model, with its towers, instead of mlx-lm's.
-    Raises SettingsError when a folder is no model that the library knows, would need code of its own, or is
-    no adapter of this model."""
+    `keep_given`: for one that is only looked at; evaluated tensors would stay in memory beside what is made
+    of them. Raises SettingsError when a folder is no model that the library knows, would need code of its
+    own, or is no adapter of this model."""
     path = Path(folder).expanduser()
     _check_folder(path)
     tensors = read_headers(path)
@@ -118,7 +129,8 @@ def open_lazy(folder: str | Path, adapter: str | Path = "", *, with_vision: bool
         tensor = tensors.get(names.get(id(array), ""))
         if tensor is not None and _same(tensor, array):
             stored[parameter] = tensor
-    return LazyModel(path, model, config, stored)
+    kept = given if keep_given else {}
+    return LazyModel(path, model, config, stored, tensors=tensors, given=kept)
 
 
 def _open_vision(path: Path, adapter: str) -> LazyModel:
@@ -202,13 +214,47 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
                     f"{file} ends early: {name} should reach byte {8 + length + end}, the file has {size}. "
                     "Download or copy it again."
                 )
-            tensors[name] = StoredTensor(file, 8 + length + start, tuple(entry["shape"]), entry["dtype"])
+            tensors[name] = StoredTensor(
+                file, 8 + length + start, tuple(entry["shape"]), entry["dtype"], end - start
+            )
     return tensors
+
+
+def _header_size(file: Path) -> int:
+    with file.open("rb") as stream:
+        return 8 + int(struct.unpack("<Q", stream.read(8))[0])
 
 
 def _same(tensor: StoredTensor, array: Any) -> bool:
     known = _DTYPES.get(tensor.dtype)
     return known is not None and known[1] == array.dtype and tensor.shape == tuple(array.shape)
+
+
+def read_spans(tensor: StoredTensor, axis: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The bytes of its file that RangeReader reads for these ranges, as [start, end)."""
+    spans = [(start, stop) for start, stop in ranges if stop > start]
+    outer, inner, row = _rows(tensor, axis % len(tensor.shape))
+    if not spans:
+        return []
+    if not _by_run(spans, outer, inner):
+        return [(tensor.offset, tensor.offset + outer * row)]
+    return [
+        (tensor.offset + i * row + start * inner, tensor.offset + i * row + stop * inner)
+        for i in range(outer)
+        for start, stop in spans
+    ]
+
+
+def _rows(tensor: StoredTensor, axis: int) -> tuple[int, int, int]:
+    """How many rows lie behind each other, the bytes of one element of the axis, and those of a row."""
+    itemsize = np.dtype(_DTYPES[tensor.dtype][0]).itemsize
+    inner = int(np.prod(tensor.shape[axis + 1 :], dtype=np.int64)) * itemsize
+    return int(np.prod(tensor.shape[:axis], dtype=np.int64)), inner, tensor.shape[axis] * inner
+
+
+def _by_run(spans: list[tuple[int, int]], outer: int, inner: int) -> bool:
+    """Whether each run is read by itself; else whole rows, most of which is dropped."""
+    return outer == 1 or min((stop - start) * inner for start, stop in spans) >= _LONG_RUN_BYTES
 
 
 @dataclass(slots=True)
@@ -238,14 +284,11 @@ class RangeReader:
             if start < 0 or stop > tensor.shape[axis]:
                 raise ValueError(f"range {start}:{stop} outside axis {axis} of {tensor.shape}")
         np_type, mx_type = _DTYPES[tensor.dtype]
-        itemsize = np.dtype(np_type).itemsize
-        inner = int(np.prod(tensor.shape[axis + 1 :], dtype=np.int64)) * itemsize
-        outer = int(np.prod(tensor.shape[:axis], dtype=np.int64))
+        outer, inner, row = _rows(tensor, axis)
         taken = sum(stop - start for start, stop in spans)
         out = np.empty((outer, taken * inner), dtype=np.uint8)
         fd = self._open(tensor.path)
-        row = tensor.shape[axis] * inner
-        if outer == 1 or min((stop - start) * inner for start, stop in spans) >= _LONG_RUN_BYTES:
+        if _by_run(spans, outer, inner):
             for i in range(outer):
                 at = 0
                 for start, stop in spans:

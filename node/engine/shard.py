@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,8 @@ from mlx_mesh.node.engine.certificate import certify
 from mlx_mesh.node.engine.dependencies import TAIL
 from mlx_mesh.node.engine.exchange import Exchange
 from mlx_mesh.node.engine.hooks import Original, hook_model
-from mlx_mesh.node.engine.loader import LazyModel, RangeReader, open_lazy
+from mlx_mesh.node.engine.loader import LazyModel, open_lazy
+from mlx_mesh.node.engine.needs import check_present
 from mlx_mesh.node.engine.pipeline import (
     PipelinePlan,
     PipelineRuntime,
@@ -26,8 +28,9 @@ from mlx_mesh.node.engine.pipeline import (
     check_transfers,
     plan_pipeline,
 )
-from mlx_mesh.node.engine.probe import divisible_units, take_ranges, why_undivided
+from mlx_mesh.node.engine.probe import divisible_units, why_undivided
 from mlx_mesh.node.engine.quantised_kv import quantised_caches
+from mlx_mesh.node.engine.reading import Reading
 from mlx_mesh.node.engine.rules import Proposal, Unit
 from mlx_mesh.node.engine.tensor import divide_layer
 from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
@@ -73,14 +76,29 @@ def load_shard(
 
     Reads layer by layer; `on_progress(done, total)` after each. `on_layer(i)` is called whenever a local
     layer is entered. `kv`: how caches are kept, None = as they come. Raises SettingsError for an unusable
-    folder, PlacementError for an impossible placement.
+    folder, PlacementError for an impossible placement, PreflightError for a folder that lacks bytes of it.
     """
+    check_present(Path(model).expanduser(), placement, rank, adapter, with_vision=with_vision)
     lazy = open_lazy(model, adapter, with_vision=with_vision)
+    return load_opened(lazy, placement, rank, exchange, None, on_progress, on_layer, kv)
+
+
+def load_opened(
+    lazy: LazyModel,
+    placement: Placement,
+    rank: int,
+    exchange: Exchange,
+    reading: Reading | None,
+    on_progress: OnProgress = lambda done, total: None,
+    on_layer: OnLayer | None = None,
+    kv: KvOptions | None = None,
+) -> LoadedShard:
+    """`load_shard` of a model that is already open; `reading` None = from its files."""
     proposal = trace = None
     if placement.sharding == Sharding.TENSOR:  # the same verdict as the plan's, and on every rank
         trace = _trace_or_none(lazy)
         proposal = certify(lazy, trace).proposal
-    return shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace, kv)
+    return shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace, kv, reading)
 
 
 def shard_model(
@@ -93,38 +111,40 @@ def shard_model(
     proposal: Proposal | None = None,
     trace: ModelTrace | None = None,
     kv: KvOptions | None = None,
+    reading: Reading | None = None,
 ) -> LoadedShard:
     """`load_shard` for a model that is already open; the model is changed in place. `proposal` and `trace`:
-    its tensor units and its trace, when they are known already."""
-    if kv is None or not kv.bits:
-        shard = _shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
-        return _with_towers(shard, lazy) if rank == 0 else shard
-    trace = trace or trace_model(lazy.model)  # the plan has refused a model that has none
-    shard = _shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
+    its tensor units and its trace, when they are known already. `reading` None = from its files."""
+    with reading or Reading() as used:
+        if kv is not None and kv.bits:
+            trace = trace or trace_model(lazy.model)  # the plan has refused a model that has none
+        shard = _shard_model(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace, used)
+        if kv is None or not kv.bits or trace is None:
+            return _with_towers(shard, lazy, used) if rank == 0 else shard
     here = placement.shards[rank]
     layers = range(here.start_layer, here.end_layer)
     shard.new_caches = functools.partial(quantised_caches, shard.model, trace, kv, layers)
     return shard
 
 
-def _with_towers(shard: LoadedShard, lazy: LazyModel) -> LoadedShard:
+def _with_towers(shard: LoadedShard, lazy: LazyModel, reading: Reading) -> LoadedShard:
     """Read what only the leader has of a vision model: the towers, and what embeds text among pictures."""
     if lazy.whole is not None:
-        towers = _Loading()
+        towers = _Loading(reading)
         towers.rest(tower_arrays(lazy.whole))
         shard.weights_bytes += towers.total
         if shard.pipeline is not None:
-            shard.weights_bytes += _read_embedding(lazy, shard.pipeline)
+            shard.weights_bytes += _read_embedding(lazy, shard.pipeline, reading)
         shard.whole = lazy.whole
     return shard
 
 
-def _read_embedding(lazy: LazyModel, plan: PipelinePlan) -> int:
+def _read_embedding(lazy: LazyModel, plan: PipelinePlan, reading: Reading) -> int:
     """On the last stage; the bytes that it did not have yet."""
     had = plan.parameters_of(0)
     calls = range(len(plan.shapes_of.calls))
     wanted = set().union(*(plan.shapes_of.parameters[call] for call in calls)) - had
-    loading = _Loading()
+    loading = _Loading(reading)
     loading.rest(array for path, array in tree_flatten(lazy.model.parameters()) if path in wanted)
     return loading.total
 
@@ -138,6 +158,7 @@ def _shard_model(
     on_layer: OnLayer | None,
     proposal: Proposal | None,
     trace: ModelTrace | None,
+    reading: Reading,
 ) -> LoadedShard:
     if len(lazy.layers) != placement.num_layers:
         raise PlacementError(
@@ -145,11 +166,11 @@ def _shard_model(
             "The hosts do not have the same model."
         )
     if placement.sharding == Sharding.PIPELINE:
-        return _load_stage(lazy, placement, rank, exchange, on_progress, on_layer, trace)
+        return _load_stage(lazy, placement, rank, exchange, on_progress, on_layer, trace, reading)
     if placement.sharding == Sharding.TENSOR:
         trace = trace or _trace_or_none(lazy)
-        return _load_slices(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace)
-    return _load_whole(lazy, on_progress, on_layer)
+        return _load_slices(lazy, placement, rank, exchange, on_progress, on_layer, proposal, trace, reading)
+    return _load_whole(lazy, on_progress, on_layer, reading)
 
 
 def check_cuts(shard: LoadedShard, exchange: Exchange) -> None:
@@ -186,9 +207,11 @@ class _WholeForward:
         return original(*args, **kwargs)
 
 
-def _load_whole(lazy: LazyModel, on_progress: OnProgress, on_layer: OnLayer | None) -> LoadedShard:
+def _load_whole(
+    lazy: LazyModel, on_progress: OnProgress, on_layer: OnLayer | None, reading: Reading
+) -> LoadedShard:
     total = len(lazy.layers) + 1
-    loading = _Loading()
+    loading = _Loading(reading)
     for done, layer in enumerate(lazy.layers, 1):
         loading.layer(layer)
         on_progress(done, total)
@@ -208,6 +231,7 @@ def _load_stage(
     on_progress: OnProgress,
     on_layer: OnLayer | None,
     trace: ModelTrace | None,
+    reading: Reading,
 ) -> LoadedShard:
     try:
         trace = trace or trace_model(lazy.model)
@@ -218,7 +242,7 @@ def _load_stage(
     plan = plan_pipeline(trace, placement)
     shard = placement.shards[rank]
     layers = lazy.layers[shard.start_layer : shard.end_layer]
-    loading = _Loading()
+    loading = _Loading(reading)
     for done, layer in enumerate(layers, 1):
         loading.layer(layer)
         on_progress(done, len(layers) + 1)
@@ -246,6 +270,7 @@ def _load_slices(
     on_layer: OnLayer | None,
     proposal: Proposal | None,
     trace: ModelTrace | None,
+    reading: Reading,
 ) -> LoadedShard:
     weights = [shard.weight for shard in placement.shards]
     if proposal is None:
@@ -260,24 +285,18 @@ def _load_slices(
     makes_logits = rank == 0 or any(trace and gives_logits(unit, trace) for unit in vocabulary)
     prefixes = {id(module): name for name, module in lazy.model.named_modules()}
     wanted = _parameters_outside_layers(lazy, trace, makes_logits)
-    loading = _Loading()
+    loading = _Loading(reading)
     total = len(lazy.layers) + 1
-    with RangeReader() as reader:
 
-        def slicer(path: str, array: Any, axis: int, ranges: Sequence[Range]) -> Any:
-            stored = lazy.stored.get(path)
-            if stored is not None:
-                return reader.read(stored, axis, ranges)
-            part = mx.contiguous(take_ranges(array, axis, ranges))
-            mx.eval(part)
-            return part
+    def slicer(path: str, array: Any, axis: int, ranges: Sequence[Range]) -> Any:
+        return reading.slice(lazy.stored.get(path), array, axis, ranges)
 
-        for index, layer in enumerate(lazy.layers):
-            own = [unit for unit in units if unit.layer == index]
-            divide_layer(layer, prefixes[id(layer)], own, weights, exchange, slicer)
-            loading.layer(layer)
-            on_progress(index + 1, total)
-        divide_layer(lazy.model, "", vocabulary, weights, exchange, slicer)
+    for index, layer in enumerate(lazy.layers):
+        own = [unit for unit in units if unit.layer == index]
+        divide_layer(layer, prefixes[id(layer)], own, weights, exchange, slicer)
+        loading.layer(layer)
+        on_progress(index + 1, total)
+    divide_layer(lazy.model, "", vocabulary, weights, exchange, slicer)
     loading.rest(array for path, array in tree_flatten(lazy.model.parameters()) if path in wanted)
     on_progress(total, total)
     hook_model(lazy.model, lazy.layers, _WholeForward(rank == 0, makes_logits, on_layer))
@@ -321,7 +340,8 @@ def _parameters_outside_layers(lazy: LazyModel, trace: ModelTrace | None, makes_
 class _Loading:
     """Evaluates parameters in an order that keeps only the share and one layer in flight in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
         self.total = 0
         self.layers: list[int] = []
         self._seen: list[Any] = []  # the arrays themselves: an id is only good while its object lives
@@ -336,8 +356,7 @@ class _Loading:
 
     def _evaluate(self, arrays: list[Any]) -> int:
         new = [array for array in arrays if id(array) not in self._ids]
-        mx.eval(new)
-        mx.clear_cache()
+        self._reading.evaluate(new)
         self._seen += new
         self._ids.update(id(array) for array in new)
         size = sum(int(array.nbytes) for array in new)
