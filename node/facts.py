@@ -38,7 +38,7 @@ EMBEDDER_BYTES = 256 * 1024 * 1024
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
 
 
-def gather_facts(model: str, adapter: str = "", embedding: str = "", asks_hub: bool = True) -> HostFacts:
+def gather_facts(model: str, adapter: str = "", embedding: str = "", *, asks_hub: bool = True) -> HostFacts:
     """Everything at once. A model or adapter that is not there is a fact too, not an error. `asks_hub` False:
     a hub model that is not here as a whole is not here."""
     digest, error, tokenizer, part, is_delivered = "", "", "", "", False
@@ -71,6 +71,11 @@ def gather_facts(model: str, adapter: str = "", embedding: str = "", asks_hub: b
         embedding_bytes=embedding_bytes,
         embedding_error=embedding_error,
     )
+
+
+def gather_here(model: str, adapter: str = "", embedding: str = "") -> HostFacts:
+    """The same without a word to the hub."""
+    return gather_facts(model, adapter, embedding, asks_hub=False)
 
 
 def _adapter_facts(adapter: str) -> tuple[str, str]:

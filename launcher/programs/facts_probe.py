@@ -73,8 +73,8 @@ def facts_of(model: str, adapter: str, embedding: str, asks_hub: bool) -> tuple[
     try:
         msgspec = importlib.import_module("msgspec")
         facts = importlib.import_module("mlx_mesh.node.facts")
-        more = [adapter, embedding] if adapter or embedding or not asks_hub else []
-        found = facts.gather_facts(model, *more, *([] if asks_hub else [False]))
+        gather = facts.gather_facts if asks_hub else getattr(facts, "gather_here", facts.gather_facts)
+        found = gather(model, *([adapter, embedding] if adapter or embedding else []))
         return json.loads(msgspec.json.encode(found)), ""
     except Exception as error:  # whatever is wrong there is to be told here
         return None, f"{type(error).__name__}: {error}"
