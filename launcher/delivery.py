@@ -61,6 +61,7 @@ from mlx_mesh.mesh.delivery_orders import (
     Source,
 )
 from mlx_mesh.mesh.errors import MeshError, PlacementError, PreflightError
+from mlx_mesh.mesh.interfaces import Interface, is_allowed
 from mlx_mesh.mesh.part_record import RecordHead
 from mlx_mesh.mesh.types import Placement
 
@@ -319,7 +320,7 @@ class Delivery:
         return [
             Holder(
                 host=name,
-                interfaces=host.facts.interfaces,
+                interfaces=_usable(host),
                 address=host.address,
                 held=None if self.holdings[name].state == "whole" else self.holdings[name].held,
             )
@@ -332,7 +333,7 @@ class Delivery:
     ) -> None:
         holders = self._holders(lost)
         receivers = {
-            name: Holder(host=name, interfaces=host.facts.interfaces, address=host.address)
+            name: Holder(host=name, interfaces=_usable(host), address=host.address)
             for name, host in self._hosts.items()
             if missing[name]
         }
@@ -413,6 +414,11 @@ class Delivery:
         if not isinstance(said, Hashes):
             raise DeliveryFailed(f"{name}: no digests came")
         return said.sha256
+
+
+def _usable(host: ReadyHost) -> tuple[Interface, ...]:
+    """The interfaces that the user lets data go over."""
+    return tuple(each for each in host.facts.interfaces if is_allowed(each.name, host.entry.interfaces))
 
 
 class _Transfer:
