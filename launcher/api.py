@@ -68,14 +68,14 @@ class Api:
         """The JSON at `path`. Raises ApiError."""
         return self._ask("GET", path)
 
-    def post(self, path: str) -> Any:
-        """The JSON that a POST without a body is answered with. Raises ApiError."""
-        return self._ask("POST", path)
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that a POST, without a body if there is none, is answered with. Raises ApiError."""
+        return self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: str) -> Any:
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         connection = self._open()
         try:
-            response = self._send(connection, method, path, None)
+            response = self._send(connection, method, path, body)
             return json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ApiError(f"{self.url}{path} cannot be read ({error}).") from error

@@ -38,6 +38,7 @@ from mlx_mesh.launcher.config import (
 )
 from mlx_mesh.launcher.console import Console, prefix
 from mlx_mesh.launcher.detach import Outcome, RotatingLog, detach, tell
+from mlx_mesh.launcher.model_command import change_model
 from mlx_mesh.launcher.node_command import change_node
 from mlx_mesh.launcher.plan_command import PlanQuestion
 from mlx_mesh.launcher.running import api_of, find_folder, read_logs, take_down
@@ -232,6 +233,15 @@ def _node(arguments: Arguments) -> int:
     state = find_folder(arguments.target, os.environ).read_running()
     with api_of(state, arguments.api_key_file, os.environ) as api:
         change_node(api, arguments.action, arguments.host, print)
+    return ExitCode.OK
+
+
+def _model(arguments: Arguments) -> int:
+    if arguments.action == "unload" and arguments.model is not None:
+        raise SettingsError("`model unload` takes no --model: what is served is unloaded.")
+    state = find_folder(arguments.target, os.environ).read_running()
+    with api_of(state, arguments.api_key_file, os.environ) as api:
+        change_model(api, arguments.action, arguments.model or "", print)
     return ExitCode.OK
 
 
@@ -528,9 +538,12 @@ def build_parser() -> argparse.ArgumentParser:
     node = command("node", _node, "Take a host out of a running mesh, or in again.")
     node.add_argument("action", choices=["drain", "add"], help="go on without the host, or with it again")
     node.add_argument("host", metavar="HOST", help="its name in the hostfile")
-    for made in (down, status, node, logs, chat, mcp):
+    model = command("model", _model, "Unload the model of a running mesh, or load it or another one.")
+    model.add_argument("action", choices=["unload", "load"], help="end the engines, or begin them again")
+    model.add_argument("--model", help="with load: another one of the allowed (default: the last one)")
+    for made in (down, status, node, model, logs, chat, mcp):
         made.add_argument("target", nargs="?", metavar="NAME|hosts.yaml", help="default: the one that runs")
-    for made in (status, node, chat, mcp):
+    for made in (status, node, model, chat, mcp):
         made.add_argument(
             "--api-key-file", metavar="FILE", help="default: MLX_MESH_API_KEY, or what `up` was given"
         )

@@ -693,10 +693,17 @@ class ChangeNode(Message, frozen=True):
 
 
 class SwitchModel(Message, frozen=True):
-    """Serve another model, or say why not; `id` comes back in NodeReply."""
+    """Serve another model, or the one that was unloaded again, or say why not; `id` comes back in NodeReply.
+    `model` '' = the one that is or was served."""
 
     id: str
     model: str
+
+
+class UnloadModel(Message, frozen=True):
+    """End the engines and serve no model until SwitchModel asks for one; `id` comes back in NodeReply."""
+
+    id: str
 
 
 class ProxyReady(Message, frozen=True):
@@ -721,7 +728,16 @@ class ProxyBeat(Message, frozen=True):
 PROXY_BEAT_S = 1.0
 
 ProxyRequest = (
-    Submit | Cancel | Embed | StatusQuery | ChangeNode | SwitchModel | ResetPrefixes | ProxyReady | ProxyBeat
+    Submit
+    | Cancel
+    | Embed
+    | StatusQuery
+    | ChangeNode
+    | SwitchModel
+    | UnloadModel
+    | ResetPrefixes
+    | ProxyReady
+    | ProxyBeat
 )
 
 
@@ -844,6 +860,7 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
     backend_reason: str = ""
     switch: str = ""  # what became of the last order to serve another model; '' = there was none
     replicas: tuple[ReplicaStatus, ...] = ()  # () = there is one
+    code: str = ""  # see Readiness
 
 
 class StatusReply(Message, frozen=True):
@@ -890,6 +907,7 @@ class Readiness(Message, frozen=True):
     lineup: str = ""  # see MeshStatus; '' = all hosts serve
     num_replicas: int = 1
     num_ready: int = 0  # of these
+    code: str = ""  # of the refusals while it is not ready, '' = not_ready
 
 
 class Drain(Message, frozen=True):

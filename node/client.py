@@ -40,6 +40,7 @@ from mlx_mesh.mesh.messages import (
     Submit,
     SwitchModel,
     TokenChunk,
+    UnloadModel,
 )
 from mlx_mesh.node.pipe import AsyncPipe, BlockingPipe
 
@@ -267,6 +268,11 @@ class CoordinatorClient:
         query = SwitchModel(id=query_id, model=model)
         return await self._ask(query_id, query, self._node_waiters, SWITCH_DEADLINE_S)
 
+    async def unload_model(self) -> NodeReply:
+        """Have the engines end. Raises StatusUnavailable after STATUS_DEADLINE_S."""
+        query_id = f"unload-{next(self._query_ids)}"
+        return await self._ask(query_id, UnloadModel(id=query_id), self._node_waiters)
+
     async def reset_prefixes(self) -> NodeReply:
         """Have all ranks drop what they keep of prompts. Raises StatusUnavailable after STATUS_DEADLINE_S."""
         query_id = f"reset-{next(self._query_ids)}"
@@ -275,7 +281,7 @@ class CoordinatorClient:
     async def _ask(
         self,
         query_id: str,
-        query: StatusQuery | ChangeNode | ResetPrefixes | SwitchModel,
+        query: StatusQuery | ChangeNode | ResetPrefixes | SwitchModel | UnloadModel,
         waiters: dict[str, asyncio.Future[R]],
         deadline_s: float = 0.0,
     ) -> R:

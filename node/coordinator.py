@@ -39,6 +39,7 @@ from mlx_mesh.mesh.messages import (
     StopEngine,
     StopEpoch,
     SwitchModel,
+    UnloadModel,
 )
 from mlx_mesh.mesh.rdma import BackendChoice
 from mlx_mesh.mesh.survivors import Serve, StayDown
@@ -48,7 +49,7 @@ from mlx_mesh.node.bring_up import EpochPlan, bring_up
 from mlx_mesh.node.channel import AgentsChannel
 from mlx_mesh.node.counters import ChannelCounters, MeshCounters, metrics_of
 from mlx_mesh.node.desk import RETRY_AFTER_S, Desk
-from mlx_mesh.node.facts import digest_model, resolve_model
+from mlx_mesh.node.facts import digest_with_revision, resolve_model
 from mlx_mesh.node.gathering import (
     backend_of,
     compare_hosts,
@@ -71,6 +72,8 @@ from mlx_mesh.node.tokenizer_files import tokenizer_problem
 TICK_S = 0.25
 _GOODBYE_S = 3.0
 """Agents whose engines are gone have this to say goodbye, before the coordinator's port closes."""
+
+HOW_TO_LOAD = "POST /v1/models/load or `mlx-mesh model load` brings it back."
 
 REST_S = 60.0
 """A replica that failed too often is tried again after so long, while others serve."""
@@ -163,6 +166,7 @@ class Coordinator:
         self._served_digest = ""
         self._switch: Switch | None = None
         self._is_switching = False
+        self._is_unloaded = self._must_unload = self._must_load = False
         self._front_refusal = ""  # why the front end cannot serve the model that was switched to
         self._told_of_switch = ""
         self._next_cause = "start"
@@ -254,6 +258,8 @@ class Coordinator:
         budget = RestartBudget(self.mesh.max_restarts)
         while True:
             try:
+                if self._must_unload:
+                    await self._unload()
                 await self._gather()
                 plan = await self._plan_epoch()
                 self._begin_epoch()
@@ -537,11 +543,15 @@ class Coordinator:
         def must_look() -> bool:
             nonlocal other_hosts
             other_hosts = self._lineup.wants()
-            return self._stop_reason is not None or bool(other_hosts) or self._switch is not None
+            is_asked = self._switch is not None or self._must_unload
+            return self._stop_reason is not None or bool(other_hosts) or is_asked
 
         await self.wait(must_look, never, _no_verdict)
         if self._stop_reason is None and other_hosts:
             raise _LeaveEpoch(other_hosts)
+        if self._stop_reason is None and self._must_unload:
+            await self._unload()
+            return
         if self._stop_reason is None:
             raise _SwitchModel
         self._desk.drain()
@@ -630,7 +640,7 @@ class Coordinator:
         """Answers at once when it is refused, else when the new model is planned."""
         served, epoch = self._served_name, self.roster.epoch.number
         code, words = refusal(request.model, self._config.model, self.mesh.allowed_models, self._is_switching)
-        if not code and not self._desk.is_ready:
+        if (not code and not (self._desk.is_ready or self._is_unloaded)) or self._must_unload:
             code, words = "not_ready", f"The mesh is not ready: {self._desk.readiness.reason}."
         if code or request.model == served:
             words = words or f"{served} is served."
@@ -657,13 +667,14 @@ class Coordinator:
             if problem := await asyncio.to_thread(tokenizer_problem, folder):
                 raise PreflightError(problem)
             is_first = request.model == self._config.model
-            digest = "" if is_first else await asyncio.to_thread(_digest_of, request.model, folder)
+            digest = "" if is_first else await asyncio.to_thread(digest_with_revision, folder)
             footprint = await (
                 self._sizes_of(folder, self._config.adapter, self.mesh.vision)
                 if is_first
                 else self._sizes_of(folder, "")
             )
-            if not self._desk.is_ready or self.roster.epoch.number != epoch:
+            is_there = self._desk.is_ready or (self._is_unloaded and not self._must_load)
+            if not is_there or self.roster.epoch.number != epoch:
                 raise BringUpError("the mesh began anew meanwhile; ask again when it is ready")
             placement = place_model(self.roster, footprint, [seat.index for seat, _ in self.roster.placed()])
         except (MeshError, OSError) as error:
@@ -698,7 +709,15 @@ class Coordinator:
         switch = self._switch
         why = f"switching from {switch.old.name} to {switch.new.name}"
         self._output.note(why)
-        self._desk.closed_because = f"The mesh is {why}"
+        self._desk.close("switching_model", f"The mesh is {why}. Try again later.")
+        await self._let_finish()
+        self._desk.fail_all("switching_model", f"The mesh is {why}.", RETRY_AFTER_S)
+        switch.has_begun = True
+        await self._leave_epoch(why)
+        await self._serve_instead(switch.new, why)
+
+    async def _let_finish(self) -> None:
+        """Wait for open requests, as long as drain_s. Raises EpochBroken when the epoch breaks meanwhile."""
         over = Verdict(None, "", Phase.READY, "drain_s is over")
         try:
             await self.wait(
@@ -707,10 +726,70 @@ class Coordinator:
         except EpochBroken as broken:
             if broken.verdict is not over:
                 raise
-        self._desk.fail_all("switching_model", f"The mesh is {why}.", RETRY_AFTER_S)
-        switch.has_begun = True
-        await self._leave_epoch(why)
-        await self._serve_instead(switch.new, why)
+
+    # ------------------------------------------------------------ no model
+
+    def order_unload(self, request: UnloadModel) -> NodeReply:
+        """End the engines, and begin none until somebody asks for a model again."""
+        epoch, name = self.roster.epoch.number, self._model_id()
+        error, is_changing = "", False
+        if self._is_unloaded or self._must_unload:
+            words = f"{name} is not loaded, or will not be for long."
+        elif self._is_switching:
+            error, words = "switch_in_progress", "Another model is being loaded; ask again when it is there."
+        elif not self._was_ready:
+            error, words = "not_ready", f"The mesh is not ready: {self._desk.readiness.reason}."
+        else:
+            is_changing = self._must_unload = True
+            words = f"{name} is unloaded when open requests are done. {HOW_TO_LOAD}"
+            self._desk.close("model_unloaded", f"{name} is being unloaded. {HOW_TO_LOAD}")
+            self._changed.set()
+        return NodeReply(id=request.id, message=words, epoch=epoch, error=error, is_changing=is_changing)
+
+    def order_load(self, request: SwitchModel) -> NodeReply | None:
+        """Load the model that was unloaded; None when another one is asked for."""
+        epoch, name = self.roster.epoch.number, self._model_id()
+        if request.model not in ("", "local", "default", name, self._served_name):
+            return None
+        if self._is_unloaded and not self._must_load:
+            self._must_load = True
+            self._changed.set()
+            words = f"{name} is loaded again; /ready says when it serves."
+            return NodeReply(id=request.id, message=words, epoch=epoch, is_changing=True)
+        if self._must_unload:
+            return NodeReply(
+                id=request.id,
+                error="switch_in_progress",
+                message=f"{name} is being unloaded; ask again when that is done.",
+                epoch=epoch,
+            )
+        if self._is_unloaded or not self._is_switching:
+            words = "is being loaded" if self._is_unloaded else "is served"
+            return NodeReply(id=request.id, message=f"{name} {words}.", epoch=epoch)
+        return None
+
+    async def _unload(self) -> None:
+        """Let open requests finish, end the epoch, and wait until a model is wanted. Raises EpochBroken when
+        the epoch breaks meanwhile."""
+        why = f"{self._model_id()} was unloaded by a request"
+        if self._is_ready:
+            await self._let_finish()
+            self._desk.fail_all("model_unloaded", f"{why}. {HOW_TO_LOAD}")
+            await self._leave_epoch(why)
+        self._desk.fail_all("model_unloaded", f"{why}. {HOW_TO_LOAD}")
+        self._is_unloaded, self._must_unload = True, False
+        self._desk.close("model_unloaded", f"{why}. {HOW_TO_LOAD}")
+        self._desk.pause(f"{why}. {HOW_TO_LOAD}", "model_unloaded")
+        self._output.event(MeshDown(reason=f"without a model: {why}"))
+        await self.wait(lambda: self._must_load or self._switch is not None, lambda: None, _no_verdict)
+        self._next_cause = "the model was asked for again"
+        self._broke_at = None  # nobody waited for it
+        if self._switch is not None:
+            self._switch.has_begun = True
+            await self._serve_instead(self._switch.new, f"{self._switch.new.name} was asked for")
+        self._is_unloaded = self._must_load = False
+        self._desk.reopen()
+        self._desk.pause("loading the model")
 
     async def _serve_instead(self, served: Served, why: str) -> None:
         """From the next epoch on; the proxy that knows this model's text begins at once."""
@@ -743,8 +822,10 @@ class Coordinator:
             self._told_of_switch = f"{switch.new.name} is served"
         elif switch is not None:  # it was planned for ranks that may be others now
             self._told_of_switch = f"{switch.new.name} is not loaded: the mesh began anew before; ask again"
-        if switch is not None or self._desk.closed_because:  # else somebody may be planning one right now
-            self._desk.closed_because, self._is_switching = "", False
+        if (
+            self._must_unload or self._desk.reopen() or switch is not None
+        ):  # it is closed for that, and stays so
+            self._is_switching = False
 
     def _give_up_one_of(self, verdict: Verdict) -> bool:
         """Go on without the likeliest suspect that the mesh can do without; False when there is none."""
@@ -844,6 +925,7 @@ class Coordinator:
             epoch_cause=epoch.cause,
             ready=self._desk.is_ready,
             reason=self._desk.readiness.reason,
+            code=self._desk.readiness.code,
             placement=self._placement,
             ranks=rank_rows(self.roster, self._placement, self._addresses, epoch.number, now),
             num_running=leader.beat.num_sequences if leader.beat else 0,
@@ -927,11 +1009,6 @@ def _name_of(model: str) -> str:
     """A hub id as it is, of a folder its name."""
     given = Path(model).expanduser()
     return given.resolve().name if given.is_dir() else model
-
-
-def _digest_of(model: str, folder: Path) -> str:
-    """'' of a hub id, whose files come from the hub on all hosts. Raises PreflightError."""
-    return digest_model(folder) if Path(model).expanduser().is_dir() else ""
 
 
 def _no_verdict() -> Verdict:

@@ -32,7 +32,7 @@ class MeshCounters:
     def note_ready(self, began_s: float, ended_s: float | None) -> None:
         """An epoch is ready, so long after it began, and after the verdict on the one before."""
         if ended_s is None:
-            self.first_load_s = began_s
+            self.first_load_s = self.first_load_s or began_s  # not of a model that was unloaded and came back
         else:
             self.num_resumed += 1
             self.resume_s += ended_s

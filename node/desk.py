@@ -56,7 +56,7 @@ class Desk:
         self._owed_since: float | None = None
         self._is_waiting_room = False  # requests that come while no engine leads wait for the next one
         self.is_draining = False
-        self.closed_because = ""  # no new request is taken for now, and why
+        self._closed_by = ("", "")  # no new request is taken for now: code and why
         self.num_resumed = self.num_cancelled = self.num_expired = 0
         self.num_refused: Counter[str] = Counter()  # by code
         self.journal = Journal()
@@ -135,9 +135,20 @@ class Desk:
             self._send(Failed(id=request_id, code="request_ends_engine", message=message))
         return len(convicted)
 
-    def pause(self, reason: str) -> None:
-        """No engine leads now. Open requests stay in the journal."""
-        self._announce(msgspec.structs.replace(self.readiness, ready=False, reason=reason, lineup=""))
+    def pause(self, reason: str, code: str = "") -> None:
+        """No engine leads now. Open requests stay in the journal. `code`: see Readiness."""
+        self._announce(
+            msgspec.structs.replace(self.readiness, ready=False, reason=reason, lineup="", code=code)
+        )
+
+    def close(self, code: str, why: str) -> None:
+        """Refuse new requests with this code and these words, until `reopen`."""
+        self._closed_by = (code, why)
+
+    def reopen(self) -> bool:
+        """Returns whether it was closed."""
+        was_closed, self._closed_by = bool(self._closed_by[0]), ("", "")
+        return was_closed
 
     def go_down(self, reason: str) -> None:
         """Nobody knows when there will be an engine again: open requests end, and none is kept meanwhile."""
@@ -263,8 +274,9 @@ class Desk:
         """The same of any request."""
         if self.is_draining:
             return "draining", "The mesh is shutting down.", RETRY_AFTER_S
-        if self.closed_because:
-            return "switching_model", f"{self.closed_because}. Try again later.", RETRY_AFTER_S
+        code, why = self._closed_by
+        if code:
+            return code, why, RETRY_AFTER_S if code == "switching_model" else 0
         if not self.is_ready and not self._is_waiting_room:
             return "not_ready", f"The mesh is not ready: {self.readiness.reason}.", RETRY_AFTER_S
         if short := self._pressure():

@@ -203,15 +203,32 @@ def digest_model(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def digest_with_revision(folder: Path) -> str:
+    """The same, with the commit of a model of the hub: its weights may change and keep their sizes. Raises
+    PreflightError."""
+    record = read_record(folder)
+    commit = record.commit if record is not None else ""
+    if folder.parent.name == "snapshots":  # of the hub's own cache
+        commit = folder.name
+    return f"{digest_model(folder)}@{commit}" if commit else digest_model(folder)
+
+
 def check_same_model(folder: Path, digest: str) -> None:
     """Raises PreflightError unless the model here has this digest, which is the leader's."""
-    own = digest_model(folder)
-    if own != digest:
+    own = digest_with_revision(folder)
+    if own == digest:
+        return
+    here, there = own.rpartition("@"), digest.rpartition("@")
+    if here[1] and there[1] and here[2] != there[2]:
         raise PreflightError(
-            f"the model in {folder} on {socket.gethostname()} is another one than on the leader (digests "
-            f"{own[:16]} and {digest[:16]}: config.json, index, names and sizes of weight files). Copy the "
-            "same folder to all hosts."
+            f"{socket.gethostname()} has commit {here[2][:12]} of this model, the leader {there[2][:12]}. "
+            "Name the commit, as ORG/NAME@COMMIT, or fetch the same one on all hosts."
         )
+    raise PreflightError(
+        f"the model in {folder} on {socket.gethostname()} is another one than on the leader (digests "
+        f"{own[:16]} and {digest[:16]}: config.json, index, names and sizes of weight files). Copy the "
+        "same folder to all hosts."
+    )
 
 
 # ---------------------------------------------------------------- hardware

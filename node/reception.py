@@ -7,7 +7,7 @@ the others. With one replica everything passes through.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -34,6 +34,7 @@ from mlx_mesh.mesh.messages import (
     StatusReply,
     Submit,
     SwitchModel,
+    UnloadModel,
 )
 from mlx_mesh.mesh.replicas import config_of
 from mlx_mesh.mesh.routing import Load, Prompt, Router
@@ -215,10 +216,21 @@ class Reception:
                 self.front.send(self._change_node(request))
             case ResetPrefixes(id=query_id):
                 self.front.send(self._reset_prefixes(query_id))
+            case UnloadModel():
+                self._answer([replica.order_unload(request) for replica in self._replicas])
             case SwitchModel():
-                self._replicas[0].order_switch(request)
+                replies = [replica.order_load(request) for replica in self._replicas]
+                known = [reply for reply in replies if reply is not None]
+                if known:
+                    self._answer(known)
+                else:
+                    self._replicas[0].order_switch(request)
             case _:
                 pass
+
+    def _answer(self, replies: Sequence[NodeReply]) -> None:
+        """One for all: what changes counts before what is refused."""
+        self.front.send(min(replies, key=lambda reply: (not reply.is_changing, bool(reply.error))))
 
     def _holder_of(self, request_id: str) -> int | None:
         """The replica that has this request open."""

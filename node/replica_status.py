@@ -31,6 +31,7 @@ def merge_readiness(replicas: Sequence[Readiness], *, is_complete: bool) -> Read
         lineup=_lineup(replicas) if ready else "",
         num_replicas=len(replicas),
         num_ready=len(ready),
+        code="" if ready else replicas[0].code if len({one.code for one in replicas}) == 1 else "",
     )
 
 
@@ -60,6 +61,7 @@ def merge_status(replicas: Sequence[MeshStatus], readiness: Readiness, counts: C
         first,
         ready=readiness.ready,
         reason=readiness.reason,
+        code=readiness.code,
         ranks=tuple(row for one in replicas for row in one.ranks),
         hosts=tuple(row for one in replicas for row in one.hosts),
         num_running=sum(one.num_running for one in replicas),

@@ -28,7 +28,6 @@ class Switch:
     new: Served
     old: Served
     has_begun: bool = False
-    problem: str = ""
 
 
 def refusal(name: str, served: str, allowed: tuple[str, ...], is_busy: bool) -> tuple[str, str]:

@@ -18,8 +18,8 @@ _DISCARD_FACTOR = 8
 while the client is sending is lost when the connection closes under it."""
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object. Raises ApiError 400, 408 or 413."""
+async def read_json_object(request: Request, max_bytes: int, *, may_be_empty: bool = False) -> dict[str, Any]:
+    """The body as a JSON object. Raises ApiError 400, 408 or 413. `may_be_empty`: no body is {}."""
     try:
         async with asyncio.timeout(BODY_DEADLINE_S):
             raw = await _read(request, max_bytes)
@@ -31,6 +31,8 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
         raise ApiError(
             408, f"The request body did not arrive within {BODY_DEADLINE_S:g} s.", code="body_timeout"
         ) from error
+    if may_be_empty and not raw.strip():
+        return {}
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

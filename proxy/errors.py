@@ -106,7 +106,10 @@ def invalid(message: str, *, param: str | None, code: str = "invalid_value") -> 
     return ApiError(400, message, code=code, param=param)
 
 
-def not_ready(reason: str) -> ApiError:
+def not_ready(reason: str, code: str = "") -> ApiError:
+    """`code`: of a mesh that does not become ready by itself, see Readiness; `reason` says what helps."""
+    if code:
+        return ApiError(503, f"{reason.rstrip('.')}.", code=code)
     return ApiError(
         503, f"The mesh is not ready: {reason.rstrip('.')}.", code="not_ready", retry_after_s=RETRY_AFTER_S
     )

@@ -101,4 +101,4 @@ class Services:
         if self.client.draining:
             raise shutting_down()
         if reason := self.not_ready_reason:
-            raise not_ready(reason)
+            raise not_ready(reason, self.client.readiness.code)

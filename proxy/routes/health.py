@@ -52,6 +52,8 @@ async def ready(request: Request) -> Response:
     }
     if not reason:
         return json_response(body)
+    if readiness.code and not services.client.draining:  # time alone does not help
+        return json_response({**body, **not_ready(reason, readiness.code).envelope()}, 503)
     return json_response({**body, **not_ready(reason).envelope()}, 503, {"retry-after": str(RETRY_AFTER_S)})
 
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_mesh.mesh.messages import NodeReply
 from mlx_mesh.proxy.bodies import read_json_object
 from mlx_mesh.proxy.convert.common import Room
 from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, invalid, json_response
@@ -34,15 +35,23 @@ async def list_models(request: Request) -> Response:
 @router.post("/v1/models/switch")
 @router.post("/v1/models/load")
 async def switch(request: Request) -> Response:
-    """Serve another model on all ranks. 202: it is planned, and loaded now; 200: it is served already."""
+    """Serve another model on all ranks, or the one that was unloaded, which needs no name. 202: it is
+    planned, and loaded now; 200: it is served already."""
     services = services_of(request)
-    body = await read_json_object(request, services.config.max_body_bytes)
-    model = body.get("model")
-    if not isinstance(model, str) or not model or set(body) != {"model"}:
-        raise invalid("Give the one field 'model', a text.", param="model")
+    body = await read_json_object(request, services.config.max_body_bytes, may_be_empty=True)
+    model = body.get("model", "")
+    if not isinstance(model, str) or set(body) - {"model"}:
+        raise invalid(
+            "Give the one field 'model', a text; none is the model that was unloaded.", param="model"
+        )
     if len(model) > MAX_NAME_CHARS:
         raise invalid(f"Invalid 'model': at most {MAX_NAME_CHARS} characters.", param="model")
     reply = await services.client.switch_model(model)
+    return _told(reply, model or services.config.model_id)
+
+
+def _told(reply: NodeReply, model: str) -> Response:
+    """Raises ApiError."""
     if reply.error:
         status = _STATUS_OF_REFUSAL.get(reply.error, 409)
         raise ApiError(
@@ -58,11 +67,14 @@ async def switch(request: Request) -> Response:
 
 @router.post("/v1/models/unload")
 async def unload(request: Request) -> Response:
-    raise ApiError(
-        409,
-        "A mesh always serves a model: load another with /v1/models/load, or end it with `mlx-mesh down`.",
-        code="cannot_unload",
-    )
+    """End the engines on all hosts when open requests are done; this front end stays. 202: it is under way;
+    200: no model is loaded."""
+    services = services_of(request)
+    body = await read_json_object(request, services.config.max_body_bytes, may_be_empty=True)
+    if set(body) - {"model"}:
+        raise invalid("Give no field but 'model', the one that is served.", param="model")
+    services.require_model(body.get("model"))
+    return _told(await services.client.unload_model(), services.config.model_id)
 
 
 @router.get("/v1/models/{name:path}")

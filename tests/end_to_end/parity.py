@@ -222,7 +222,7 @@ CASES = (
     refused("nor by its older name", "/api/embeddings", {"model": "local", "prompt": "a"}),
     refused("model on no list", "/v1/models/load", {"model": "nobody/none"}),
     refused("model on no list, older name", "/v1/models/switch", {"model": "nobody/none"}),
-    refused("no model at all", "/v1/models/unload", {}),
+    refused("unload with a field that is none", "/v1/models/unload", {"keep": 1}),
     refused("wrong method", CHAT, None, "GET"),
     refused("no such page", "/v1/nothing", {}),
     refused("no such response", f"{RESPONSES}/resp_none", None, "GET"),

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlx_mesh.launcher import node_command
+from mlx_mesh.launcher import model_command, node_command
 from mlx_mesh.launcher.api import Api, ApiError
+from mlx_mesh.launcher.model_command import change_model
 from mlx_mesh.launcher.node_command import change_node
 from mlx_mesh.mesh.errors import MeshError
 
@@ -23,7 +24,7 @@ class ScriptedApi(Api):
         super().__init__("http://127.0.0.1:1")
         self.answers = list(answers)
 
-    def post(self, path: str) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return {"message": "The mesh goes on without mac2.", "changing": True, "epoch": 1}
 
     def get(self, path: str) -> Any:
@@ -36,6 +37,7 @@ class ScriptedApi(Api):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_command, "POLL_S", 0.0)
+    monkeypatch.setattr(model_command, "POLL_S", 0.0)
 
 
 def changed(*answers: Any) -> str:
@@ -47,6 +49,19 @@ def changed(*answers: Any) -> str:
 def test_a_leader_that_cannot_answer_while_the_mesh_changes_is_asked_again() -> None:
     words = changed({**READY, "ready": False}, BUSY, SILENT, {**READY, "epoch": 1}, READY)
     assert words == "Ready again: 1 rank, sharding none, epoch 2."
+
+
+def changed_model(action: str, *answers: Any) -> list[str]:
+    said: list[str] = []
+    change_model(ScriptedApi(*answers), action, "", said.append)
+    return said
+
+
+def test_a_model_is_unloaded_when_the_mesh_says_so_and_loaded_when_the_next_epoch_serves() -> None:
+    away = {**READY, "ready": False, "code": "model_unloaded"}
+    assert changed_model("unload", READY, BUSY, away)[-1] == "Unloaded."
+    again = {**READY, "model": "m", "switch": "", "code": ""}
+    assert changed_model("load", away, {**again, "epoch": 1}, SILENT, again)[-1] == "m serves."
 
 
 def test_an_answer_that_stays_wrong_ends_the_wait_at_once() -> None:

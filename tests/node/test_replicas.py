@@ -26,6 +26,8 @@ from mlx_mesh.mesh.messages import (
     StatusQuery,
     StatusReply,
     Submit,
+    SwitchModel,
+    UnloadModel,
 )
 from mlx_mesh.node import coordinator
 
@@ -62,7 +64,7 @@ async def test_both_come_up_as_one_mesh_and_conversations_stay_apart(run_mesh: A
         two_replicas(mesh)
         leader, line = await mesh.up()
         [ready] = leader.output.all(MeshReady)
-        assert ready.world_size == 2 and "replica 1 is ready" in leader.output.text()
+        assert ready.world_size == 2 and not ready.lineup
         for name in ("a", "b", "a", "b", "b"):
             request_id = f"{name}{len(line.events)}"
             await submit(line, request_id, name)
@@ -199,3 +201,20 @@ async def test_a_replica_that_does_not_come_up_ends_the_start_and_is_named(run_m
         leader = await mesh.start_leader()  # nobody starts mac2
         assert await leader.ended() is ExitCode.BRING_UP
         assert "mac2" in leader.output.text() and not leader.output.all(MeshReady)
+
+
+async def test_a_model_is_unloaded_and_loaded_in_all_replicas(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        two_replicas(mesh)
+        _, line = await mesh.up()
+        line.send(UnloadModel(id="u"))
+        assert (await line.wait_for(NodeReply)).is_changing
+        await line.wait_for(Readiness, lambda event: event.code == "model_unloaded")
+        assert [row.engine_pid for row in (await status(line)).ranks] == [0, 0]
+        line.send(SwitchModel(id="s", model="other"))
+        assert (await line.wait_for(NodeReply)).error == "model_not_allowed"
+        line.send(SwitchModel(id="s", model=""))
+        assert (await line.wait_for(NodeReply)).is_changing
+        await line.wait_for(Readiness, lambda event: event.num_ready == 2)
+        await submit(line, "a", "a")
+        assert (await line.answer("a"))[1] == "length"

@@ -11,10 +11,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlx_mesh.mesh.errors import PlacementError
-from mlx_mesh.mesh.messages import Failed, MeshReady, NodeReply, SwitchModel
+from mlx_mesh.mesh.errors import ExitCode, PlacementError
+from mlx_mesh.mesh.messages import (
+    Chunk,
+    EpochEnded,
+    Failed,
+    MeshReady,
+    NodeReply,
+    Readiness,
+    SwitchModel,
+    UnloadModel,
+)
 from mlx_mesh.node import coordinator
 from mlx_mesh.node.facts import digest_model
+from mlx_mesh.node.processes import identify
 from mlx_mesh.node.switching import refusal
 
 
@@ -45,6 +55,63 @@ async def next_ready(mesh: Any, leader: Any, epoch: int) -> Any:
     return line
 
 
+async def unload(line: Any) -> NodeReply:
+    line.send(UnloadModel(id="u"))
+    reply: NodeReply = await line.wait_for(NodeReply)
+    return reply
+
+
+async def test_an_unloaded_model_leaves_no_engine_and_comes_back_when_it_is_asked_for(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        leader, line = await mesh.up()
+        engines = [row.engine_pid for row in (await line.status()).ranks]
+        line.submit("open", 60)
+        assert (await unload(line)).is_changing
+        again = await unload(line)
+        assert (again.is_changing, again.error) == (False, "")
+        line.submit("late", 3)
+        late = await line.wait_for(Failed)
+        assert (late.code, late.retry_after_s) == ("model_unloaded", 0) and "/v1/models/load" in late.message
+        ids, how = await line.answer("open")
+        assert (ids[-1], how) == (mesh.undisturbed_tokens(60)[-1], "length")
+        away = await line.wait_for(Readiness, lambda event: event.code == "model_unloaded")
+        assert not away.ready and "was unloaded by a request" in away.reason
+        assert not any(identify(pid) for pid in engines)
+        rows = (await line.status()).ranks
+        assert [(row.engine_pid, row.memory_bytes, row.phase) for row in rows] == [(0, 0, "stopped")] * 2
+        assert (await order(line, Path("local"))).is_changing
+        await line.ready()
+        status = await line.status()
+        assert (status.epoch, status.restarts, status.code) == (2, 0, "")
+        line.submit("next", 3)
+        assert (await line.answer("next"))[1] == "length"
+        assert (await order(line, Path("local"))).message == "model is served."
+        assert not leader.output.all(EpochEnded)[0].final
+
+
+async def test_another_model_may_be_loaded_while_none_is(run_mesh: Any, other: Path) -> None:
+    async with run_mesh() as mesh:
+        leader, line = await up(mesh, other)
+        assert (await unload(line)).is_changing
+        await line.wait_for(Readiness, lambda event: event.code == "model_unloaded")
+        assert (await order(line, other)).is_changing
+        line = await next_ready(mesh, leader, 2)
+        assert (await line.status()).model == "other"
+
+
+async def test_an_engine_that_dies_while_its_model_is_unloaded_changes_nothing(run_mesh: Any) -> None:
+    async with run_mesh() as mesh:
+        leader, line = await mesh.up()
+        line.submit("open", 100_000)
+        await line.wait_for(Chunk)
+        assert (await unload(line)).is_changing
+        os.kill((await line.status()).ranks[1].engine_pid, signal.SIGKILL)
+        assert (await line.answer("open"))[1] == "failed: model_unloaded"
+        await line.wait_for(Readiness, lambda event: event.code == "model_unloaded")
+        leader.process.stop("enough", hurry=False)
+        assert await leader.ended() is ExitCode.OK
+
+
 def test_only_allowed_models_and_one_at_a_time() -> None:
     assert refusal("x", "first", (), False)[0] == "model_not_allowed"
     assert refusal("x", "first", ("y",), False)[0] == "model_not_allowed"
@@ -57,14 +124,14 @@ async def test_an_open_answer_finishes_new_ones_are_told_to_wait_and_the_other_m
 ) -> None:
     async with run_mesh() as mesh:
         leader, line = await up(mesh, other)
-        line.submit("open", 60)
+        line.submit("open", 150)
         reply = await order(line, other)
         assert (reply.error, reply.is_changing) == ("", True)
         line.submit("late", 3)
         late = await line.wait_for(Failed)
         assert (late.id, late.code, late.retry_after_s > 0) == ("late", "switching_model", True)
         ids, how = await line.answer("open")
-        assert (ids[-1], how) == (mesh.undisturbed_tokens(60)[-1], "length")
+        assert (ids[-1], how) == (mesh.undisturbed_tokens(150)[-1], "length")
         line = await next_ready(mesh, leader, 2)
         status = await line.status()
         assert (status.model, status.switch) == ("other", f"{other} is served")

@@ -45,6 +45,7 @@ from mlx_mesh.mesh.messages import (
     Submit,
     SwitchModel,
     TokenChunk,
+    UnloadModel,
 )
 from mlx_mesh.mesh.prefix_settings import PrefixCounters
 from mlx_mesh.mesh.types import Backend, Phase, Sharding
@@ -206,6 +207,9 @@ class ScriptedCoordinator:
                 case ChangeNode():
                     self.changes.append((message.action, message.host))
                     pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
+                case UnloadModel():
+                    self.changes.append(("unload", ""))
+                    pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
                 case ResetPrefixes():
                     self.changes.append(("reset", ""))
                     pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
@@ -224,7 +228,7 @@ class ScriptedCoordinator:
         except Exception as error:  # a test's own mistake must not look like a hang
             self.pipe.send(Failed(id=request.id, code="script_error", message=repr(error)))
 
-    def _send_readiness(self, ready: bool, reason: str) -> None:
+    def _send_readiness(self, ready: bool, reason: str, code: str = "") -> None:
         assert self.pipe is not None
         self.pipe.send(
             Readiness(
@@ -234,6 +238,7 @@ class ScriptedCoordinator:
                 context_length=self.context_length,
                 epoch=1,
                 kv=self.kv,
+                code=code,
             )
         )
 
@@ -245,8 +250,8 @@ class ScriptedCoordinator:
         self.loop.call_soon_threadsafe(done.set)
         assert done.wait(DEADLINE_S)
 
-    def send_readiness(self, ready: bool, reason: str) -> None:
-        self.on_loop(lambda: self._send_readiness(ready, reason))
+    def send_readiness(self, ready: bool, reason: str, code: str = "") -> None:
+        self.on_loop(lambda: self._send_readiness(ready, reason, code))
 
     def send_drain(self) -> None:
         assert self.pipe is not None
@@ -318,9 +323,9 @@ class Front:
         body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
         return self.post("/v1/chat/completions", body)
 
-    def set_ready(self, ready: bool, reason: str = "") -> None:
+    def set_ready(self, ready: bool, reason: str = "", code: str = "") -> None:
         """Returns when the proxy knows."""
-        self.coordinator.send_readiness(ready, reason)
+        self.coordinator.send_readiness(ready, reason, code)
         self._wait_until_told()
 
     def drain(self) -> None:

@@ -139,9 +139,35 @@ def test_another_model_is_asked_for_by_a_post_that_says_whether_it_comes(
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert ("retry-after" in response.headers) == (status == 503)
     assert set(front.coordinator.changes) == {("switch", "org/other")}
-    for body in ({}, {"model": 1}, {"model": "x", "force": True}, {"model": "x" * 1025}):
+    for body in ({"model": 1}, {"model": "x", "force": True}, {"model": "x" * 1025}):
         assert front.post(path, body).json()["error"]["param"] == "model"
-    assert front.post("/v1/models/unload", {}).json()["error"]["code"] == "cannot_unload"
+    front.coordinator.node_reply = reply
+    served = front.http.get("/v1/models").json()["data"][0]["id"]
+    for nothing in (b"{}", b""):
+        loaded = front.http.post(path, content=nothing)
+        assert (loaded.status_code, loaded.json()["model"]) == (202, served)
+    assert front.coordinator.changes[-1] == ("switch", "")
+
+
+def test_the_model_is_unloaded_and_requests_are_told_what_brings_it_back(plain_front: Any) -> None:
+    front = plain_front
+    front.coordinator.node_reply = NodeReply(id="", message="it is unloaded", epoch=4, is_changing=True)
+    for body in (b"{}", b"", b'{"model": "local"}'):
+        response = front.http.post("/v1/models/unload", content=body)
+        assert (response.status_code, response.json()["changing"]) == (202, True)
+    assert front.coordinator.changes[-1] == ("unload", "")
+    assert front.post("/v1/models/unload", {"model": "another"}).status_code == 404
+    assert front.post("/v1/models/unload", {"keep": 1}).status_code == 400
+    front.set_ready(
+        False, "tiny was unloaded by a request. POST /v1/models/load brings it back.", "model_unloaded"
+    )
+    for answer in (front.chat(), front.http.get("/ready")):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "model_unloaded")
+        assert "/v1/models/load" in error["message"] and "retry-after" not in answer.headers
+    assert front.http.get("/health").status_code == 200
+    assert front.http.get("/api/ps").json() == {"models": []}
+    front.set_ready(True)
 
 
 def test_a_coordinator_that_is_stuck_is_a_503_with_a_name(
