@@ -102,6 +102,7 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     media: tuple[str, ...] = ()  # what prompts may hold beside text: "image"
     media_refusal: str = ""  # why pictures are refused although the model has a tower; '' = it takes them
     tower_bytes: int = 0  # towers and projectors of such models, on rank 0 alone
+    alone_reason: str = ""  # why it serves one sequence at a time; '' = many
 
     @property
     def weights_bytes(self) -> int:

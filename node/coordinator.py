@@ -426,6 +426,8 @@ class Coordinator:
         self._footprint = await self._sizes_of(model, self._config.adapter, self.mesh.vision)
         if self._footprint.media_refusal:
             self._output.note(f"prompts hold text only: {self._footprint.media_refusal}")
+        if self._footprint.alone_reason:
+            self._output.note(f"one sequence at a time: {self._footprint.alone_reason}")
         self._changed.set()
 
     async def _sizes_of(
@@ -459,7 +461,7 @@ class Coordinator:
             model=self._served_name,
             is_switched=self._served_name != self._config.model,
             model_digest=self._served_digest,
-            max_sequences=self.mesh.max_sequences,
+            max_sequences=1 if self._footprint.alone_reason else self.mesh.max_sequences,
             prefill_step_size=self.mesh.prefill_step_size or (_PIPELINE_PREFILL if is_pipeline else _PREFILL),
             context_length=self._context_length(),
             kv=self._kv_budget(),

@@ -21,7 +21,7 @@ from mlx_mesh.node.engine.quantised_kv import why_not_quantised
 from mlx_mesh.node.engine.rules import Proposal, State, Unit, base_of, module_at
 from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
-from mlx_mesh.node.engine.vision_model import tower_arrays
+from mlx_mesh.node.engine.vision_model import tower_arrays, why_alone
 from mlx_mesh.node.engine.vocabulary import gives_logits, is_looked_up
 
 _GROWN_TO = (512, 1024)  # tokens; caches grow in steps of 256
@@ -119,6 +119,7 @@ def _measure(
         kv_refusal=kv_refusal,
         media=("image",) if lazy.whole is not None else (),
         tower_bytes=_tower_bytes(lazy),
+        alone_reason="" if lazy.whole is None else why_alone(lazy.config),
     )
 
 

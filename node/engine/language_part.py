@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_vlm.models.cache import KVCache
 
 from mlx_mesh.node.engine.features import clear_state
+from mlx_mesh.node.engine.one_row import for_one_row
 from mlx_mesh.node.engine.row_media import RowMedia
 
 
@@ -22,9 +23,11 @@ class LanguagePart(nn.Module):  # type: ignore[misc]
 
     reads_alone = True  # each prompt is read by itself, see RowMedia
 
-    def __init__(self, language_model: Any) -> None:
+    def __init__(self, language_model: Any, *, is_for_one_row: bool = False) -> None:
+        """`is_for_one_row`: its caches are never joined with another row's."""
         super().__init__()
         self.language_model = language_model
+        self.is_for_one_row = is_for_one_row
 
     @property
     def layers(self) -> list[Any]:
@@ -32,7 +35,10 @@ class LanguagePart(nn.Module):  # type: ignore[misc]
 
     def make_cache(self) -> list[Any]:
         own = getattr(self.language_model, "make_cache", None)
-        return [*(own() if own is not None else [KVCache() for _ in self.layers]), RowMedia()]
+        caches = own() if own is not None else [KVCache() for _ in self.layers]
+        if self.is_for_one_row:
+            caches = [for_one_row(cache) for cache in caches]
+        return [*caches, RowMedia()]
 
     def __call__(self, tokens: Any, cache: list[Any] | None = None) -> Any:
         """Logits (batch, length, vocabulary) of tokens (batch, length)."""

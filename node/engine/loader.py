@@ -22,7 +22,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.node.adapters import resolve_adapter
-from mlx_mesh.node.engine.vision_model import load_vision
+from mlx_mesh.node.engine.vision_model import load_vision, why_alone
 
 _MAX_HEADER_BYTES = 256 * 1024 * 1024
 _LONG_RUN_BYTES = 64 * 1024  # from here on one read per run beats reading whole rows and dropping most
@@ -142,7 +142,8 @@ def _open_vision(path: Path, adapter: str) -> LazyModel:
             "adapter into the model, or add --no-vision."
         )
     whole, config = load_vision(path)
-    return LazyModel(path, LanguagePart(whole.language_model), config, {}, whole)
+    part = LanguagePart(whole.language_model, is_for_one_row=bool(why_alone(config)))
+    return LazyModel(path, part, config, {}, whole)
 
 
 def _add_adapter(model: Any, path: Path) -> None:

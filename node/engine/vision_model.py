@@ -18,6 +18,34 @@ from mlx_mesh.mesh.types import VisionMode
 MISSING = "mlx-vlm is not installed there; install mlx-mesh[vision] on every host"
 
 
+ONE_AT_A_TIME = {
+    "llama4": "its chunked caches cannot be joined",
+    "mllama": "each of its decode steps needs the picture of its own row",
+    "ministral3": "its attention is scaled by places in the batch, not in the row",
+}
+"""By the type of a model or of its text part: why it is right only for one sequence at a time."""
+
+NEVER = {
+    (
+        "paligemma",
+        "gemma",
+    ): "its text part looks ahead within the prompt, so a prompt cannot be read in chunks",
+    ("phi3_v", ""): "its pictures have negative token ids",
+}
+"""By the types of a model and of its text part: why it is not served."""
+
+
+def why_alone(config: dict[str, Any]) -> str:
+    """Why a vision model serves one sequence at a time; '' when it serves many."""
+    kinds = (str(config.get("model_type")), _text_type(config))
+    return next((ONE_AT_A_TIME[kind] for kind in kinds if kind in ONE_AT_A_TIME), "")
+
+
+def _text_type(config: dict[str, Any]) -> str:
+    text = config.get("text_config")
+    return str(text.get("model_type", "")) if isinstance(text, dict) else ""
+
+
 def has_vision(config: dict[str, Any]) -> bool:
     """Whether a model's config describes a vision tower. Text-only copies of such models set it to null."""
     return bool(config.get("vision_config"))
@@ -37,6 +65,9 @@ def why_no_vision(config: dict[str, Any]) -> str:
     kind = get_model_type(config)
     if importlib.util.find_spec(f"mlx_vlm.models.{kind}") is None:
         return f"mlx-vlm has no model of type {kind!r}"
+    for text in (_text_type(config), ""):
+        if (str(kind), text) in NEVER:
+            return NEVER[str(kind), text]
     return ""
 
 

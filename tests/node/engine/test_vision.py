@@ -9,22 +9,21 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_mesh.mesh.types import Placement
 from mlx_mesh.node.engine.certificate import certify
-from mlx_mesh.node.engine.features import Features, UnknownFeatureError, features_of
+from mlx_mesh.node.engine.features import UnknownFeatureError, features_of
 from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.shard import shard_model
 from mlx_mesh.node.engine.trace import trace_model
+from mlx_mesh.node.engine.vision_model import why_alone
 
 NUM_DECODED = 5
 NO_RUN = {
     "phi3_v": "its pictures have negative ids and 336 pixels a side, 300 million parameters",
     "gemma3n": "its tower has 295 million parameters whatever the config says",
 }
-READ_WHOLE = ("paligemma",)  # looks ahead within the prompt: a chunk would not see what follows
 QUICK = ("qwen2_vl", "qwen3_vl", "gemma4", "glm4v", "llava_next", "mllama")
 """Positions; features added between layers; inputs per layer; positions left on the model; more embeddings
 than ids; states that every step reads."""
@@ -34,44 +33,6 @@ BOUND = 1e-5
 def lazy_of(tiny_vlm: ModuleType, family: str) -> tuple[Any, LazyModel]:
     whole = tiny_vlm.build(family)
     return whole, LazyModel(Path(family), LanguagePart(whole.language_model), tiny_vlm.CONFIGS[family], {})
-
-
-def chunks_of(family: str, length: int) -> list[int]:
-    """A chunk that ends inside the picture, the rest, and the last token as the generator takes it."""
-    return [length] if family in READ_WHOLE else [5, length - 6, 1]
-
-
-def run(part: LanguagePart, ids: list[int], features: Features, chunks: list[int], tokens: list[int]) -> Any:
-    """Logits after the prompt and after each of `tokens`."""
-    cache = part.make_cache()
-    cache[-1].features = [features]
-    ids = (ids + ids[-1:] * features.length)[: features.length]
-    logits, at = [], 0
-    for size in chunks:
-        last = part(mx.array([ids[at : at + size]]), cache=cache)[:, -1]
-        mx.eval(last, [part.state for part in cache])
-        at += size
-    logits.append(last)
-    for token in tokens:
-        logits.append(part(mx.array([[token]]), cache=cache)[:, -1])
-        mx.eval(logits[-1], [part.state for part in cache])
-    return logits
-
-
-def poison(module: Any) -> None:
-    """Every parameter NaN."""
-    module.update(
-        tree_unflatten(
-            [(name, mx.full(x.shape, float("nan"))) for name, x in tree_flatten(module.parameters())]
-        )
-    )
-
-
-def poison_tower(whole: Any) -> None:
-    """Everything of the model that is not its language part."""
-    for name, child in whole.children().items():
-        if name != "language_model" and hasattr(child, "parameters"):
-            poison(child)
 
 
 def plans(tiny: ModuleType, lazy: LazyModel) -> dict[str, Placement]:
@@ -103,7 +64,7 @@ def test_a_picture_gives_mlx_vlms_logits_over_every_split(
     ids, embedded = tiny_vlm.embed(whole, family)
     features = features_of(embedded.to_dict(), whole.language_model)
 
-    alone = run(lazy.model, ids, features, chunks_of(family, features.length), tokens)
+    alone = tiny_vlm.forward(lazy.model, ids, features, tiny_vlm.chunks_of(family, features.length), tokens)
     assert tiny.gap(alone, expected) <= BOUND
 
     proposal = certify(lazy, trace_model(lazy.model)).proposal
@@ -112,17 +73,35 @@ def test_a_picture_gives_mlx_vlms_logits_over_every_split(
         def body(rank: int, exchange: Any, name: str = name, placement: Placement = placement) -> Any:
             own, mine = lazy_of(tiny_vlm, family)
             if rank:
-                poison_tower(own)
+                tiny_vlm.poison_tower(own)
             units = proposal if "tensor" in name else None
             trace = trace_model(mine.model)
             part = shard_model(
                 mine, placement, rank, exchange, tiny.ignore_progress, proposal=units, trace=trace
             ).model
-            return run(part, ids, features, chunks_of(family, features.length), tokens)
+            return tiny_vlm.forward(part, ids, features, tiny_vlm.chunks_of(family, features.length), tokens)
 
         logits = simulator.Simulator(placement.world_size).run(body)[0]
         assert tiny.gap(logits, expected) <= BOUND, name
         assert [int(mx.argmax(row).item()) for row in logits[:-1]] == tokens, name
+
+
+@pytest.mark.parametrize("family", families())
+def test_rows_of_pictures_and_text_share_a_batch_or_come_one_by_one(
+    tiny_vlm: ModuleType, family: str
+) -> None:
+    if tiny_vlm.refusal(family):
+        pytest.skip(tiny_vlm.refusal(family))
+    whole = tiny_vlm.build(family)
+    is_alone = bool(why_alone(tiny_vlm.CONFIGS[family]))
+    part = LanguagePart(whole.language_model, is_for_one_row=is_alone)
+    prompts = tiny_vlm.prompts_of(whole, family)
+    alone = {name: tiny_vlm.generate(part, {name: prompt}, 12)[name] for name, prompt in prompts.items()}
+    for seed in (1, 2):
+        expected = tiny_vlm.reference(whole, family, 12, seed)[1]
+        assert alone[f"picture {seed}"] == expected, seed
+    if not is_alone:
+        assert tiny_vlm.generate(part, prompts, 12) == alone
 
 
 def test_a_field_that_no_rule_cuts_is_an_error_that_names_it() -> None:

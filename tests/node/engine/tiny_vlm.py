@@ -16,6 +16,8 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
 )
 """One small config per family; what follows a # is a variant."""
 
+READ_WHOLE = ("paligemma",)  # looks ahead within the prompt: a chunk would not see what follows
+
 PICTURE = 990
 """The id that stands for a picture's tokens in all these configs."""
 
@@ -41,6 +43,13 @@ def build(family: str) -> Any:
     model.update(tree_unflatten(changed))
     mx.eval(model.parameters())
     return model
+
+
+def refusal(family: str) -> str:
+    """Why the program does not serve this family; '' when it does."""
+    from mlx_mesh.node.engine.vision_model import why_no_vision
+
+    return why_no_vision(CONFIGS[family])
 
 
 def picture(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
@@ -154,3 +163,77 @@ def reference(model: Any, family: str, num_decoded: int, seed: int = 1) -> tuple
         logits.append(out.logits[:, -1])
         mx.eval(logits[-1])
     return logits, tokens
+
+
+def chunks_of(family: str, length: int) -> list[int]:
+    """A chunk that ends inside the picture, the rest, and the last token as the generator takes it."""
+    return [length] if family in READ_WHOLE else [5, length - 6, 1]
+
+
+def forward(part: Any, ids: list[int], features: Any, chunks: list[int], tokens: list[int]) -> list[Any]:
+    """Logits after the prompt and after each of `tokens`."""
+    cache = part.make_cache()
+    cache[-1].features = [features]
+    ids = (ids + ids[-1:] * features.length)[: features.length]
+    logits, at = [], 0
+    for size in chunks:
+        last = part(mx.array([ids[at : at + size]]), cache=cache)[:, -1]
+        mx.eval(last, [part.state for part in cache])
+        at += size
+    logits.append(last)
+    for token in tokens:
+        logits.append(part(mx.array([[token]]), cache=cache)[:, -1])
+        mx.eval(logits[-1], [part.state for part in cache])
+    return logits
+
+
+def poison(module: Any) -> None:
+    """Every parameter NaN."""
+    module.update(
+        tree_unflatten(
+            [(name, mx.full(x.shape, float("nan"))) for name, x in tree_flatten(module.parameters())]
+        )
+    )
+
+
+def poison_tower(whole: Any) -> None:
+    """Everything of the model that is not its language part."""
+    for name, child in whole.children().items():
+        if name != "language_model" and hasattr(child, "parameters"):
+            poison(child)
+
+
+def generate(part: Any, prompts: dict[str, tuple[list[int], Any]], num_tokens: int) -> dict[str, list[int]]:
+    """Greedy tokens of prompts that come one after the other into one batch: name -> (ids, features)."""
+    from mlx_lm.generate import BatchGenerator
+
+    generator = BatchGenerator(part, prefill_batch_size=1, prefill_step_size=8)
+    names: dict[int, str] = {}
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    waiting = list(prompts)
+    for step in range(40 * len(prompts)):
+        if waiting and step % 3 == 0:
+            name = waiting.pop(0)
+            ids, features = prompts[name]
+            cache = part.make_cache()
+            if features is not None:
+                cache[-1].features = [features]
+                ids = (ids + ids[-1:] * features.length)[: features.length]
+            (uid,) = generator.insert([list(ids)], max_tokens=[num_tokens], caches=[cache])
+            names[uid] = name
+        for response in generator.next()[1]:
+            tokens[names[response.uid]].append(response.token)
+    generator.close()
+    return tokens
+
+
+def prompts_of(model: Any, family: str) -> dict[str, tuple[list[int], Any]]:
+    """Two with a picture, two of text alone."""
+    from mlx_mesh.node.engine.features import features_of
+
+    found: dict[str, tuple[list[int], Any]] = {"short text": ([(31 * i + 7) % 900 for i in range(9)], None)}
+    for seed in (1, 2):
+        ids, embedded = embed(model, family, seed)
+        found[f"picture {seed}"] = (ids, features_of(embedded.to_dict(), model.language_model))
+    found["long text"] = ([(17 * i + 3) % 900 for i in range(30)], None)
+    return found

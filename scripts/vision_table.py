@@ -1,0 +1,154 @@
+"""Compare every tiny vision family, divided in several ways, with mlx-vlm on one process; print the table.
+
+Each family runs in a process of its own with a limit. Ranks are simulated inside it; the other ranks' towers
+are poisoned. A prompt with a picture is read in chunks that end inside the picture, then five tokens are
+decoded; then prompts of pictures and of text share a batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests" / "node" / "engine"
+LIMIT_S = 600.0
+BOUND = 1e-5
+DOCUMENT = ROOT / "docs" / "vision.md"
+BEGIN, END = "<!-- table: scripts/vision_table -->", "<!-- end of table -->"
+
+
+def load(name: str) -> ModuleType:
+    """A helper module of the engine tests."""
+    spec = importlib.util.spec_from_file_location(name, TESTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def try_family(family: str) -> dict[str, str]:
+    """One row: what each plan gave, and how rows go together."""
+    import mlx.core as mx
+
+    from mlx_mesh.node.engine.certificate import certify
+    from mlx_mesh.node.engine.features import features_of
+    from mlx_mesh.node.engine.language_part import LanguagePart
+    from mlx_mesh.node.engine.loader import LazyModel
+    from mlx_mesh.node.engine.shard import shard_model
+    from mlx_mesh.node.engine.trace import trace_model
+    from mlx_mesh.node.engine.vision_model import why_alone
+
+    tiny, tiny_vlm, simulator = load("tiny"), load("tiny_vlm"), load("simulator")
+
+    def opened() -> tuple[Any, LazyModel]:
+        whole = tiny_vlm.build(family)
+        return whole, LazyModel(
+            Path(family), LanguagePart(whole.language_model), tiny_vlm.CONFIGS[family], {}
+        )
+
+    whole, lazy = opened()
+    expected, tokens = tiny_vlm.reference(whole, family, 5)
+    ids, embedded = tiny_vlm.embed(whole, family)
+    features = features_of(embedded.to_dict(), whole.language_model)
+    chunks = tiny_vlm.chunks_of(family, features.length)
+    trace = trace_model(lazy.model)
+    legal = [cut for cut in range(1, trace.num_layers) if not trace.why_not(cut)]
+    proposal = certify(lazy, trace).proposal
+    row = {"alone": cell(tiny.gap(tiny_vlm.forward(lazy.model, ids, features, chunks, tokens), expected))}
+    for name, placement in {
+        "pipeline 2": tiny.stages(trace.num_layers, [legal[len(legal) // 2]]),
+        "pipeline 3": tiny.stages(trace.num_layers, [legal[0], legal[-1]]),
+        "tensor 2": tiny.slices(trace.num_layers, [1, 1]),
+    }.items():
+
+        def body(rank: int, exchange: Any, name: str = name, placement: Any = placement) -> Any:
+            own, mine = opened()
+            if rank:
+                tiny_vlm.poison_tower(own)
+            units = proposal if name == "tensor 2" else None
+            shard = shard_model(
+                mine,
+                placement,
+                rank,
+                exchange,
+                tiny.ignore_progress,
+                proposal=units,
+                trace=trace_model(mine.model),
+            )
+            return tiny_vlm.forward(shard.model, ids, features, chunks, tokens)
+
+        logits = simulator.Simulator(placement.world_size).run(body)[0]
+        same = [int(mx.argmax(one).item()) for one in logits[:-1]] == tokens
+        row[name] = cell(tiny.gap(logits, expected)) if same else "**other tokens**"
+    alone = why_alone(tiny_vlm.CONFIGS[family])
+    refusal = tiny_vlm.refusal(family)
+    if refusal:
+        row["rows"] = f"refused: {refusal}"
+    elif alone:
+        row["rows"] = f"one at a time: {alone}"
+    else:
+        part = LanguagePart(whole.language_model)
+        prompts = tiny_vlm.prompts_of(whole, family)
+        single = {name: tiny_vlm.generate(part, {name: one}, 12)[name] for name, one in prompts.items()}
+        row["rows"] = "batched" if tiny_vlm.generate(part, prompts, 12) == single else "**differ in a batch**"
+    return row
+
+
+def cell(gap: float) -> str:
+    if gap == 0:
+        return "exact"
+    return f"{gap:.0e}" if gap <= BOUND else f"**{gap:.0e}**"
+
+
+COLUMNS = ("alone", "pipeline 2", "pipeline 3", "tensor 2", "rows")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/vision_table", description=__doc__)
+    parser.add_argument("families", nargs="*", help="default: all")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT.relative_to(ROOT)}")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(try_family(arguments.one)))
+        return 0
+    names = arguments.families or list(json.loads((TESTS / "tiny_vlm_configs.json").read_text()))
+    lines = [f"| family | {' | '.join(COLUMNS)} |", "| --- " * (len(COLUMNS) + 1) + "|"]
+    num_good = 0
+    for name in names:
+        try:
+            ended = subprocess.run(
+                [sys.executable, __file__, "--one", name],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=True,
+            )
+            row = json.loads(ended.stdout.splitlines()[-1])
+            num_good += not any("**" in row[column] for column in COLUMNS)
+        except subprocess.TimeoutExpired:
+            row = dict.fromkeys(COLUMNS, "–") | {"rows": f"not tried: over {LIMIT_S:g} s"}
+        except subprocess.CalledProcessError as error:
+            last = (error.stderr.strip().splitlines() or ["no word"])[-1][:120]
+            row = dict.fromkeys(COLUMNS, "–") | {"rows": f"not tried: {last}"}
+        lines.append(f"| {name} | {' | '.join(row[column] for column in COLUMNS)} |")
+        print(lines[-1], flush=True)
+    print(f"{num_good} of {len(names)} families are right by every plan", flush=True)
+    if arguments.write:
+        text = DOCUMENT.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        DOCUMENT.write_text(f"{before}{BEGIN}\n{chr(10).join(lines)}\n{END}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
