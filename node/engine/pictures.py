@@ -17,6 +17,7 @@ import numpy as np
 from mlx_mesh.mesh.errors import MeshError
 from mlx_mesh.mesh.messages import Media
 from mlx_mesh.node.engine.features import Features, clear_state, features_of
+from mlx_mesh.node.engine.tower_memo import TowerMemo
 
 PICTURE_KEY = 1 << 31
 """Keys of picture tokens begin here; no vocabulary comes near. Below 1 << 32."""
@@ -41,11 +42,14 @@ class Pictures:
     def __init__(self, folder: Path, whole: Any) -> None:
         self._folder = folder
         self._whole = whole
+        self.towers = TowerMemo(whole)
         self._processor: Any = None
 
     def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
         """The prompt's ids with a token for each embedding, what they are known by in prefix caches, and the
         features. Raises PictureError."""
+        if not media.images:
+            raise PictureError("The prompt has no picture.")
         inputs = self._process(media)
         ids = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
         pixels, mask = inputs.pop("pixel_values", None), inputs.pop("attention_mask", None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlx_mesh.mesh.messages import GenerateRequest, Media, SamplingParams
@@ -64,7 +65,26 @@ def expected(vlm: ModuleType, tiny_vlm_folder: Path) -> dict[tuple[int, int], li
 KINDS = [(0, 1), (1, 2), (2, 0), (3, 1), (4, 0), (5, 1), (6, 0), (7, 3)]
 
 
-@pytest.mark.parametrize("name", SPLITS)
+def check_prefixes(mesh: Any, vlm: ModuleType, first: list[int]) -> None:
+    """A prompt that was answered before begins with what was kept of it; another picture of the same size in
+    its place begins anew, and each gives what it gives without any cache."""
+    again = request(vlm, "again", 0, 1)
+    other = msgspec.structs.replace(
+        again, id="other", media=msgspec.structs.replace(again.media, images=(vlm.picture(77),))
+    )
+    cold = msgspec.structs.replace(other, id="cold", skip_prefix_cache=True)
+    mesh.submit(again)
+    assert mesh.answer("again").token_ids == first
+    assert mesh.answer("again").cached_tokens > len(again.prompt_ids)  # its mark is six tokens
+    mesh.submit(other)
+    mesh.submit(cold)
+    assert mesh.answer("other").token_ids == mesh.answer("cold").token_ids != first
+    assert mesh.answer("other").cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["none", pytest.param("pipeline 2", marks=pytest.mark.long), "pipeline 3 uneven", "tensor 2"]
+)
 def test_pictures_and_text_give_what_they_give_alone(
     name: str, bench: Any, vlm: ModuleType, tiny_vlm_folder: Path, expected: dict[tuple[int, int], list[int]]
 ) -> None:
@@ -89,6 +109,7 @@ def test_pictures_and_text_give_what_they_give_alone(
         assert mesh.answer("gone").finish_reason == "cancelled"
         for (_, num_pictures), answer in answers.items():
             assert (answer.prompt_tokens > 0) == (num_pictures > 0)
+        check_prefixes(mesh, vlm, expected[0, 1])
         if sharding is Sharding.PIPELINE:
             assert held[0] > max(held[1:]), "only the leader has the towers"
         assert mesh.stop() == [0] * len(stages)

@@ -1,0 +1,114 @@
+"""What a vision tower made of pictures it has seen, so that the next question about them costs no pass.
+
+Known by the content of everything that the tower is given, so nothing else can be taken for it. What it
+gives is handed out as new array objects: models change arrays in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_mesh.node.engine.hooks import Original, hook_model
+
+LIMIT_BYTES = 256 * 1024 * 1024
+"""Of all that is kept: some dozens of pictures. The least recently used go first."""
+
+
+class TowerMemo:
+    """Around the largest part of a vision model that is not its language part."""
+
+    def __init__(self, whole: Any, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self.num_bytes = 0
+        self.num_passes = 0
+        tower = _tower_of(whole)
+        if tower is not None:
+            hook_model(tower, [], self)
+
+    def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stands in for the tower's own call."""
+        key = _key_of((args, kwargs))
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return _again(self._kept[key][0])
+        self.num_passes += 1
+        made = original(*args, **kwargs)
+        arrays = _arrays_of(made)
+        mx.eval(arrays)
+        size = sum(int(array.nbytes) for array in arrays)
+        if size <= self._limit_bytes:
+            self._kept[key] = (_again(made), size)
+            self.num_bytes += size
+            while self.num_bytes > self._limit_bytes:
+                self.num_bytes -= self._kept.popitem(last=False)[1][1]
+        return made
+
+    def call_layer(
+        self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """No layer of the tower is hooked."""
+        raise AssertionError(f"layer {index} of a tower was hooked")
+
+
+def _tower_of(whole: Any) -> Any:
+    def size(module: Any) -> int:
+        return sum(int(array.nbytes) for _, array in tree_flatten(module.parameters()))
+
+    parts = [
+        part
+        for name, part in whole.children().items()
+        if name != "language_model" and hasattr(part, "parameters") and callable(part)
+    ]
+    return max(parts, key=size, default=None)
+
+
+def _key_of(value: Any) -> bytes:
+    """A digest of everything in the arguments of a call."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(part: Any) -> None:
+        if isinstance(part, mx.array):
+            plain = part.view(mx.uint16) if part.dtype == mx.bfloat16 else part
+            digest.update(f"array{part.shape}{part.dtype}".encode())
+            digest.update(np.array(plain).tobytes())
+        elif isinstance(part, np.ndarray):
+            digest.update(f"numpy{part.shape}{part.dtype}".encode())
+            digest.update(part.tobytes())
+        elif isinstance(part, (list, tuple)):
+            digest.update(b"%d(" % len(part))
+            for item in part:
+                add(item)
+        elif isinstance(part, dict):
+            for name in sorted(part):
+                digest.update(f"{name}=".encode())
+                add(part[name])
+        else:
+            digest.update(repr(part).encode())
+
+    add(value)
+    return digest.digest()
+
+
+def _arrays_of(value: Any) -> list[Any]:
+    if isinstance(value, mx.array):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [array for item in value for array in _arrays_of(item)]
+    return []
+
+
+def _again(value: Any) -> Any:
+    """The same values in other objects."""
+    if isinstance(value, mx.array):
+        return mx.stop_gradient(value)
+    if isinstance(value, (list, tuple)):
+        items = [_again(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,136 @@
+"""Pictures of a prompt: their keys in prefix caches, their travel, and what towers remember."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import pytest
+
+from mlx_mesh.mesh.messages import Media
+from mlx_mesh.node.engine.feature_wire import decode_features, encode_features
+from mlx_mesh.node.engine.features import Features, features_of
+from mlx_mesh.node.engine.loader import open_lazy
+from mlx_mesh.node.engine.pictures import PICTURE_KEY, PictureError, Pictures, keys_of, spread
+from mlx_mesh.node.engine.tower_memo import TowerMemo
+
+MARKS = frozenset({9})
+
+
+def media(*images: bytes, **fields: Any) -> Media:
+    return Media(text="", images=images, **fields)
+
+
+def some_features(length: int) -> Features:
+    return Features(length, {"inputs_embeds": mx.arange(length * 2.0).reshape(1, length, 2)})
+
+
+def test_the_tokens_of_a_picture_are_known_by_its_file_and_their_place_in_it() -> None:
+    ids = [1, 9, 9, 2, 9, 9, 3]
+    features = some_features(7)
+    keys = keys_of(ids, MARKS, media(b"one", b"two"), features)
+    assert [keys[i] for i in (0, 3, 6)] == [1, 2, 3]
+    assert len({keys[i] for i in (1, 2, 4, 5)}) == 4
+    assert all(PICTURE_KEY <= keys[i] < 1 << 32 for i in (1, 2, 4, 5))
+    swapped = keys_of(ids, MARKS, media(b"two", b"one"), features)
+    assert (swapped[1:3], swapped[4:6]) == (keys[4:6], keys[1:3])
+    assert keys_of(ids, MARKS, media(b"one", b"two", max_pixels=64), features)[1] != keys[1]
+
+
+@pytest.mark.parametrize("marks", [MARKS, frozenset()])
+def test_where_marks_do_not_tell_pictures_apart_the_embeddings_do(marks: frozenset[int]) -> None:
+    ids = [1, 9, 2, 9]  # two runs, one picture
+    keys = keys_of(ids, marks, media(b"one"), some_features(4))
+    other = Features(4, {"inputs_embeds": mx.arange(8.0).reshape(1, 4, 2) + mx.array([[0], [0], [0], [1]])})
+    others = keys_of(ids, marks, media(b"one"), other)
+    assert keys[1] >= PICTURE_KEY and keys[:3] == others[:3] and keys[3] != others[3]
+    assert (keys[0] == 1) == bool(marks)
+
+
+def test_one_mark_for_a_whole_picture_is_spread_to_its_length() -> None:
+    assert spread([1, 9, 2], 6, MARKS) == [1, 9, 9, 9, 9, 2]
+    assert spread([1, 9, 2], 3, MARKS) == [1, 9, 2]
+    assert spread([1, 2], 4, MARKS) == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_features_travel_bit_for_bit(dtype: Any) -> None:
+    fields = {
+        "inputs_embeds": mx.random.normal((1, 5, 8)).astype(dtype),
+        "position_ids": mx.arange(15, dtype=mx.int32).reshape(3, 1, 5),
+        "visual_pos_masks": mx.array([[False, True, True, False, False]]),
+        "deepstack_visual_embeds": [mx.random.normal((2, 8)), mx.random.normal((2, 8))],
+    }
+    sent = Features(5, fields, delta=-3)
+    came = decode_features(encode_features(sent))
+    assert (came.length, came.delta) == (5, -3)
+    assert came.fields.keys() == fields.keys()
+    for name, value in fields.items():
+        pairs = (
+            zip(value, came.fields[name], strict=True)
+            if isinstance(value, list)
+            else [(value, came.fields[name])]
+        )
+        assert all(a.dtype == b.dtype and bool(mx.array_equal(a, b).item()) for a, b in pairs), name
+
+
+def test_what_is_no_features_is_an_error() -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode_features(b"\x93\x01")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava", "gemma3"])
+def test_a_second_question_about_a_picture_costs_no_pass_and_gives_the_same(
+    tiny_vlm: ModuleType, family: str
+) -> None:
+    whole = tiny_vlm.build(family)
+    before = features_of(tiny_vlm.embed(whole, family)[1].to_dict(), whole.language_model)
+    memo = TowerMemo(whole)
+    for seed, passes in ((1, 1), (1, 1), (2, 2), (1, 2)):
+        after = features_of(tiny_vlm.embed(whole, family, seed)[1].to_dict(), whole.language_model)
+        assert memo.num_passes == passes
+        if seed == 1:
+            assert encode_features(after) == encode_features(before)
+
+
+def test_the_least_recently_used_pictures_are_forgotten(tiny_vlm: ModuleType) -> None:
+    whole = tiny_vlm.build("llava")
+    memo = TowerMemo(whole)
+    tiny_vlm.embed(whole, "llava", 1)
+    size = memo.num_bytes
+    memo._limit_bytes = 2 * size
+    for seed in (2, 1, 3, 1, 2):  # 3 takes the place of 2
+        tiny_vlm.embed(whole, "llava", seed)
+    assert memo.num_passes == 4
+    assert memo.num_bytes == 2 * size
+
+
+def test_files_become_ids_keys_and_features(vlm: ModuleType, tiny_vlm_folder: Path) -> None:
+    lazy = open_lazy(tiny_vlm_folder, with_vision=True)
+    pictures = Pictures(tiny_vlm_folder, lazy.whole)
+    text = vlm.prompt("what is this?", 2)
+    asked = Media(text=text, images=(vlm.picture(1), vlm.picture(2, width=32, height=32, kind="JPEG")))
+    ids, keys, features = pictures.read(asked)
+    assert len(ids) == len(keys) == features.length == len(vlm.ids_of(text)) - 2 + 6 + 16
+    assert sum(key >= PICTURE_KEY for key in keys) == 6 + 16
+    small = pictures.read(msgspec.structs.replace(asked, max_pixels=256))[0]
+    assert len(small) < len(ids)
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ((b"no picture",), "processor cannot read"),
+        ((), "no picture"),
+        ((b"\x89PNG\r\n\x1a\n",), "cannot read"),
+    ],
+)
+def test_what_is_no_picture_is_an_error_of_the_request(
+    vlm: ModuleType, tiny_vlm_folder: Path, images: tuple[bytes, ...], words: str
+) -> None:
+    lazy = open_lazy(tiny_vlm_folder, with_vision=True)
+    with pytest.raises(PictureError, match=words):
+        Pictures(tiny_vlm_folder, lazy.whole).read(Media(text=vlm.prompt("?"), images=images))
