@@ -69,6 +69,7 @@ def check_prefixes(mesh: Any, vlm: ModuleType, first: list[int]) -> None:
     """A prompt that was answered before begins with what was kept of it; another picture of the same size in
     its place begins anew, and each gives what it gives without any cache."""
     again = request(vlm, "again", 0, 1)
+    assert again.media is not None
     other = msgspec.structs.replace(
         again, id="other", media=msgspec.structs.replace(again.media, images=(vlm.picture(77),))
     )
