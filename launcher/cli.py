@@ -16,7 +16,10 @@ import msgspec
 
 from mlx_mesh import __version__
 from mlx_mesh.launcher import (
+    agent_command,
     bench_command,
+    discover_command,
+    discovered,
     doctor_command,
     init_command,
     mcp_server,
@@ -47,9 +50,11 @@ from mlx_mesh.launcher.status import status_lines
 from mlx_mesh.launcher.text import harmless
 from mlx_mesh.launcher.up import dry_run, up
 from mlx_mesh.mesh import prefix_settings
+from mlx_mesh.mesh.discovery import AGENT_PORT, SCAN_S
 from mlx_mesh.mesh.doctor import exit_status
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.foreign_flags import refuse_foreign
+from mlx_mesh.mesh.hostfile import Hostfile
 from mlx_mesh.mesh.hostfile_words import MPI_REASON
 from mlx_mesh.mesh.kv_options import KV_BITS, KV_GROUP_SIZES
 from mlx_mesh.mesh.links import LINKS
@@ -113,11 +118,15 @@ def told(error: MeshError) -> str:
 
 
 def _up(arguments: Arguments) -> int:
-    if (arguments.hostfile is None) == (arguments.sim is None):
+    given = [arguments.hostfile is not None, arguments.sim is not None, arguments.discover]
+    if sum(given) != 1:
         raise SettingsError(
-            "Give either a hostfile or --sim N, like `mlx-mesh up hosts.yaml` or `mlx-mesh up --sim 2`."
+            "Give a hostfile, --sim N or --discover, like `mlx-mesh up hosts.yaml`, `mlx-mesh up --sim 2` or "
+            "`mlx-mesh up --discover`."
         )
-    if arguments.sim is not None:
+    if arguments.discover:
+        hostfile = _discovered(arguments)
+    elif arguments.sim is not None:
         if not 1 <= arguments.sim <= MAX_SIM:
             raise SettingsError(
                 f"--sim {arguments.sim} is out of range; it is the number of local ranks, 1 to {MAX_SIM}."
@@ -127,6 +136,18 @@ def _up(arguments: Arguments) -> int:
         hostfile = read_hostfile(arguments.hostfile)
     config = build_config(hostfile, _flags(arguments), os.environ)
     return _bring_up(arguments, _with_faults(config, arguments) if arguments.fault else config)
+
+
+def _discovered(arguments: Arguments) -> Hostfile:
+    if arguments.detach and arguments.detached_fd is None:  # the detached launcher looks for the hosts
+        return replace(local_hostfile(1, discovered.MESH_NAME), hosts=())
+    look = discovered.Look(
+        timeout_s=arguments.discover_timeout,
+        interfaces=tuple(arguments.interface),
+        addresses=tuple(arguments.address),
+    )
+    wanted = discovered.Wanted(look, arguments.hosts, with_this_host=not arguments.no_local)
+    return discovered.find_mesh(wanted, os.environ, lambda line: print(line, flush=True))
 
 
 def _with_faults(config: LaunchConfig, arguments: Arguments) -> LaunchConfig:
@@ -387,6 +408,44 @@ def _doctor(arguments: Arguments) -> int:
     return exit_status(findings)
 
 
+def _discover(arguments: Arguments) -> int:
+    at = discovered.Look(
+        timeout_s=arguments.timeout,
+        interfaces=tuple(arguments.interface),
+        addresses=tuple(arguments.address),
+    )
+    if arguments.forget is not None:
+        print(discover_command.forget(arguments.forget, os.environ))
+    elif arguments.pair is not None:
+        host = discover_command.pair(arguments.pair, at, os.environ, sys.stdin, sys.stdout)
+        print(f"\nPaired with {host.name} (key {host.key}).")
+    elif arguments.watch:
+        for line in discover_command.watch(at, os.environ):
+            print(line, flush=True)
+    else:
+        made = discovered.look(at, os.environ)
+        if arguments.json:
+            print(msgspec.json.format(msgspec.json.encode(made), indent=1).decode())
+        else:
+            for line in discover_command.lines(made, discovered.paired_keys(os.environ)):
+                print(line)
+        return ExitCode.OK if made.others else ExitCode.FAILED
+    return ExitCode.OK
+
+
+def _agent(arguments: Arguments) -> int:
+    if arguments.forget:
+        print(agent_command.forget(os.environ))
+        return ExitCode.OK
+    options = agent_command.AgentOptions(
+        port=arguments.port,
+        shows_code=arguments.pair,
+        interfaces=tuple(arguments.interface),
+        is_quiet_on_network=not arguments.announce,
+    )
+    return agent_command.wait_here(options, os.environ, lambda line: print(line, flush=True))
+
+
 def _chosen_config(arguments: Arguments) -> LaunchConfig:
     """Of a hostfile, or of ranks on this machine."""
     num_ranks = getattr(arguments, "sim", None)
@@ -431,6 +490,20 @@ def build_parser() -> argparse.ArgumentParser:
     up_parser = command("up", _up, "Bring a mesh up and keep it up until Ctrl-C.")
     up_parser.add_argument("hostfile", nargs="?", help="hosts.yaml, or a JSON hostfile of mlx.launch")
     up_parser.add_argument("--sim", type=int, metavar="N", help="N ranks on this machine, without a hostfile")
+    up_parser.add_argument(
+        "--discover", action="store_true", help="the hosts are this one and those that `discover` finds"
+    )
+    found = up_parser.add_argument_group("with --discover")
+    found.add_argument("--hosts", type=int, metavar="N", help="so many, with this one; fewer are an error")
+    found.add_argument("--no-local", action="store_true", help="this host takes no part")
+    found.add_argument(
+        "--discover-timeout",
+        type=float,
+        default=discovered.DISCOVER_S,
+        metavar="S",
+        help=f"how long to look (default {discovered.DISCOVER_S:g})",
+    )
+    _add_address_flag(found)
     up_parser.add_argument("--sharding", type=_sharding, help=f"{SHARDINGS}; default: auto")
     up_parser.add_argument(
         "--fault",
@@ -530,6 +603,48 @@ def build_parser() -> argparse.ArgumentParser:
     init_command.add_parser(command)
     net_command.add_parser(command)
 
+    discover = command("discover", _discover, "Show which hosts are on the network, and pair with one.")
+    discover.add_argument("--json", action="store_true", help="machine-readable")
+    discover.add_argument("--watch", action="store_true", help="go on, and show what changes")
+    discover.add_argument(
+        "--timeout",
+        type=float,
+        default=SCAN_S,
+        metavar="S",
+        help=f"how long to look (default {SCAN_S:g})",
+    )
+    _add_address_flag(discover)
+    discover.add_argument(
+        "--interface",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="look on this one only (en5, en*), or not on it (^en0); may be repeated",
+    )
+    discover.add_argument("--pair", metavar="HOST", help="with the code that its agent shows, from stdin")
+    discover.add_argument("--forget", metavar="HOST", help="trust a paired host no more")
+
+    agent = command("agent", _agent, "Announce this host, and wait for launchers that are paired with it.")
+    agent.add_argument("--pair", action="store_true", help="show a code, with which one launcher can pair")
+    agent.add_argument(
+        "--port",
+        type=int,
+        default=AGENT_PORT,
+        metavar="N",
+        help=f"where it waits (default {AGENT_PORT}); 0 = a free one",
+    )
+    agent.add_argument(
+        "--interface",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="announce on this one only (en5, en*), or not on it (^en0); may be repeated",
+    )
+    agent.add_argument(
+        "--no-announce", dest="announce", action="store_false", help="wait without telling the network"
+    )
+    agent.add_argument("--forget", action="store_true", help="let no launcher in any more, and end")
+
     down = command("down", _down, "Stop a mesh.")
     status = command("status", _status, "Show a running mesh and its ranks.")
     logs = command("logs", _logs, "Show what the ranks of a running mesh say.")
@@ -564,6 +679,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--temperature", type=float, default=0.0, metavar="T", help="default 0: the likeliest answer"
     )
     return parser
+
+
+def _add_address_flag(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--address",
+        action="append",
+        default=[],
+        metavar="HOST[:PORT]",
+        help="ask this host, too, without multicast; may be repeated",
+    )
 
 
 def _add_adapter_flag(parser: argparse.ArgumentParser) -> None:
@@ -644,6 +769,11 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantized-kv-start", type=int, metavar="TOKENS", help="only 0: from the first one")
     parser.add_argument("--offline", action="store_true", help="ask no hub; the files must be on each host")
     parser.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
+    parser.add_argument(
+        "--announce",
+        action=argparse.BooleanOptionalAction,
+        help="tell the local network which mesh its hosts are in (default: only of several hosts)",
+    )
     parser.add_argument("--detach", action="store_true", help="return when ready; `down` stops it")
     parser.add_argument(
         "--dry-run", action="store_true", help="check the hosts, show the plan, start nothing"
@@ -711,4 +841,5 @@ def _flags(arguments: Arguments) -> Flags:
         interfaces=tuple(getattr(arguments, "interface", ())),
         sync=getattr(arguments, "sync", None),
         is_elastic=getattr(arguments, "elastic", False),
+        announce=arguments.announce,
     )

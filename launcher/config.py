@@ -62,6 +62,7 @@ class Flags:
     allow_wifi: bool = False
     interfaces: tuple[str, ...] = ()  # for all hosts; () = the hostfile's
     is_elastic: bool = False
+    announce: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ class LaunchConfig:
     paranoid: bool = False
     allow_wifi: bool = False
     is_elastic: bool = False  # take hosts in again by itself
+    announce: bool | None = None  # that hosts take part in this mesh; None = if it has several hosts
     faults: tuple[str, ...] = ()  # of --fault
     deadlines: Deadlines = field(default_factory=Deadlines)
 
@@ -234,6 +236,7 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         paranoid=flags.paranoid,
         allow_wifi=flags.allow_wifi,
         is_elastic=flags.is_elastic,
+        announce=hostfile.announce if flags.announce is None else flags.announce,
         deadlines=hostfile.deadlines,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import msgspec
 from mlx_mesh.launcher.addresses import SeenAddresses, choose_addresses
 from mlx_mesh.launcher.config import LaunchConfig, adapter_candidates, is_hub_id, model_candidates
 from mlx_mesh.launcher.faults import STEPS, HostFault
+from mlx_mesh.launcher.paired import connect
 from mlx_mesh.launcher.remote import (
     CommandTimeout,
     LocalHost,
@@ -80,6 +82,8 @@ def open_host(entry: HostEntry, ssh_config: str) -> RemoteHost:
     """Reach a host. Raises HostFault."""
     if entry.is_local:
         return LocalHost(entry.name)
+    if entry.agent is not None:
+        return connect(entry.name, entry.agent, os.environ)
     return SshHost.connect(entry.name, find_route(entry.name, entry.ssh, entry.user, ssh_config or None))
 
 

@@ -16,7 +16,6 @@ from mlx_mesh.launcher.programs.processes import end, forget, wait_until_gone
 from mlx_mesh.launcher.remote import RemoteHost, run_program, stream_program
 from mlx_mesh.launcher.state import AgentProcess, StateFolder, UpState, all_states, state_root
 from mlx_mesh.mesh.errors import MeshError, NotRunningError, SettingsError
-from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.hostfile_fields import check_name
 
 LAUNCHER_STOP_S = 60.0  # it waits for its agents, after the open requests' drain_s
@@ -64,9 +63,7 @@ def last_detached(root: Path) -> StateFolder:
 def leader_of(state: UpState) -> Iterator[RemoteHost]:
     """The leader's host, reached again."""
     host = state.hosts[0]
-    remote = open_host(
-        HostEntry(name=host.name, ssh=host.ssh, user=host.user, python=host.python), state.ssh_config
-    )
+    remote = open_host(host.entry, state.ssh_config)
     try:
         yield remote
     finally:
@@ -89,7 +86,7 @@ def api_of(state: UpState, key_file: str | None, environment: Mapping[str, str])
     key = api_key_of(state, key_file, environment)
     leader = state.hosts[0]
     host = Api(state.url).host
-    if not leader.ssh or not is_loopback(host):
+    if leader.is_local or not is_loopback(host):
         yield Api(state.url, key)
         return
     with leader_of(state) as remote:
@@ -174,13 +171,13 @@ def _end_agents(state: UpState, done: list[str]) -> list[str]:
 def _end_agent(state: UpState, agent: AgentProcess) -> str:
     """It ends by itself when its launcher is gone; TERM and KILL are for one that does not."""
     host = next(host for host in state.hosts if host.name == agent.host)
-    if not host.ssh:
+    if host.is_local:
         what = end(agent.pid, agent.started, KILL_S, KILL_S, wait_s=AGENT_GONE_S)
         left = forget(state.name, host.name, agent.pid, KILL_S) if what in ("gone", "killed") else ""
         if left:
             raise MeshError(left)
         return what
-    entry = HostEntry(name=host.name, ssh=host.ssh, user=host.user, python=host.python)
+    entry = host.entry
     remote = open_host(entry, state.ssh_config)
     request = {
         "do": "end",

@@ -65,7 +65,7 @@ class SshHost:
         sock = self._transport.sock
         if isinstance(sock, socket.socket):
             self.local_address, self.peer_address = str(sock.getsockname()[0]), str(sock.getpeername()[0])
-        self._pinger = _Pinger(self._transport, route.settings.alive_interval_s, route.settings.alive_count)
+        self._pinger = Pinger(self._transport, route.settings.alive_interval_s, route.settings.alive_count)
 
     @classmethod
     def connect(cls, name: str, route: Route) -> SshHost:
@@ -126,7 +126,7 @@ class SshHost:
         near, far = socket.socketpair()  # a channel has not all methods that http.client wants of a socket
         near.settimeout(timeout_s)
         channel.settimeout(None)
-        threading.Thread(target=_relay, args=(channel, far), daemon=True).start()
+        threading.Thread(target=relay, args=(channel, far), daemon=True).start()
         return near
 
     def be_patient(self, limit_s: float) -> None:
@@ -197,7 +197,7 @@ class SshProcess:
         self._channel.close()
 
 
-def _relay(channel: paramiko.Channel, far: socket.socket) -> None:
+def relay(channel: paramiko.Channel, far: socket.socket) -> None:
     """Pass bytes both ways until both sides have ended. The connection may end at any moment."""
 
     def outwards() -> None:
@@ -233,7 +233,7 @@ def quote_word(host: str, word: str) -> str:
     return "'" + word + "'"
 
 
-class _Pinger:
+class Pinger:
     """Asks the other side for a sign of life, and closes the connection when none comes in time. paramiko's
     own keepalive wants no answer, so a silent link would go unnoticed for a quarter of an hour."""
 

@@ -17,7 +17,9 @@ import msgspec
 
 from mlx_mesh.launcher.programs.processes import started
 from mlx_mesh.launcher.text import harmless
+from mlx_mesh.mesh.discovery import AgentRoute
 from mlx_mesh.mesh.errors import AlreadyRunningError, NotRunningError, SettingsError
+from mlx_mesh.mesh.hostfile import HostEntry
 
 ERROR_PREFIX = "mlx-mesh: "
 LAST_WORDS_BYTES = 16 * 1024
@@ -28,9 +30,19 @@ class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
     """How a host of a running mesh is reached again."""
 
     name: str
-    ssh: str  # '' = this machine
+    ssh: str  # '' = this machine, or a host with an `agent`
     user: str
     python: str
+    agent: AgentRoute | None = None  # reached by its waiting `mlx-mesh agent`
+
+    @property
+    def is_local(self) -> bool:
+        return not self.ssh and self.agent is None
+
+    @property
+    def entry(self) -> HostEntry:
+        """As a host to be opened."""
+        return HostEntry(name=self.name, ssh=self.ssh, user=self.user, python=self.python, agent=self.agent)
 
 
 class AgentProcess(msgspec.Struct, frozen=True, kw_only=True):

@@ -274,11 +274,18 @@ class Supervisor:
             deadlines=config.deadlines,
             offline=config.is_offline,
             mesh=self._mesh_config() if index == 0 else None,
+            announce=self._announces(agent.host.address),
             faults=config.faults,
         )
 
     def _mesh_config(self) -> MeshConfig:
         return mesh_config(self._config, [agent.host for agent in self._agents], self._planned)
+
+    def _announces(self, address: str) -> bool:
+        """A mesh of one host, or on loopback, is nobody else's business."""
+        if self._config.announce is not None:
+            return self._config.announce
+        return len(self._agents) > 1 and not address.startswith("127.")
 
     # ------------------------------------------------------------ what the agents say
 

@@ -132,10 +132,12 @@ def _tell_ready(
 ) -> None:
     leader, hints = hosts[0].entry, []
     served = Api(ready.url)
-    if not leader.is_local and is_loopback(served.host):
+    if leader.ssh and is_loopback(served.host):
         hints.append(
             f"on {leader.name} only; from here: ssh -L {served.port}:127.0.0.1:{served.port} {leader.ssh}"
         )
+    elif leader.agent is not None and is_loopback(served.host):
+        hints.append(f"on {leader.name} only; from here by `mlx-mesh chat {config.name}`")
     end = f"mlx-mesh down {config.name}" if is_detached else "Ctrl-C stops"
     hints.append(f"mlx-mesh chat {config.name} | mlx-mesh status {config.name} | {end}")
     count = config.world_size
@@ -165,6 +167,7 @@ class _State:
                     ssh=host.entry.ssh,
                     user=host.entry.user,
                     python=python_of(host.entry),
+                    agent=host.entry.agent,
                 )
                 for host in hosts
             ),

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import pydantic
 
+from mlx_mesh.mesh.discovery import AgentRoute
 from mlx_mesh.mesh.errors import HostfileError
 from mlx_mesh.mesh.hostfile_deadlines import read_deadlines
 from mlx_mesh.mesh.hostfile_fields import (
@@ -52,10 +53,11 @@ class HostEntry:
     replica: int = 0  # which one its ranks belong to, see mesh.replicas
     machine: str = ""  # the host that it is a part of, when its ranks belong to several; '' = it is whole
     num_shares: int = 1  # into so many parts
+    agent: AgentRoute | None = None  # a waiting `mlx-mesh agent`, by which it is reached instead of SSH
 
     @property
     def is_local(self) -> bool:
-        return not self.ssh
+        return not self.ssh and self.agent is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Hostfile:
     serve_port: int = DEFAULT_PORT
     sync: SyncMode = "auto"
     deadlines: Deadlines = field(default_factory=Deadlines)
+    announce: bool | None = None  # on the network, that its hosts take part; None = if there are several
     notes: tuple[str, ...] = ()
 
 
@@ -149,6 +152,7 @@ class _File(_Strict):
     serve: _Serve = _Serve()
     defaults: _Defaults = _Defaults()
     deadlines: dict[str, float] = {}
+    announce: bool | None = None
     hosts: list[_Host] = pydantic.Field(min_length=1)
 
 
@@ -247,6 +251,7 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
         serve_port=file.serve.port,
         sync=file.sync,
         deadlines=deadlines,
+        announce=file.announce,
         hosts=hosts,
     )
 

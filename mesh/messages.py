@@ -20,6 +20,7 @@ from typing import Literal
 
 import msgspec
 
+from mlx_mesh.mesh.discovery import ScanReport
 from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.links import Link
@@ -135,6 +136,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     mesh: MeshConfig | None = None
     offline: bool = False  # ask no hub; all files must be on this host
     adapter: str = ""  # folder of a LoRA or DoRA adapter on this host; '' = none
+    announce: bool = False  # tell the network that this host takes part in the mesh
     faults: tuple[str, ...] = ()  # of `up --sim N --fault ...`, see mesh.faults; () = the plain engine
     log_format: LogFormat = "text"  # of its own output where no launcher reads it
 
@@ -706,6 +708,14 @@ class UnloadModel(Message, frozen=True):
     id: str
 
 
+class ScanNetwork(Message, frozen=True):
+    """Look for hosts on the leader's network for `timeout_s`; 0: what the last look has shown. `id` comes
+    back in ScanReply."""
+
+    id: str
+    timeout_s: float = 0.0
+
+
 class ProxyReady(Message, frozen=True):
     """The proxy accepts connections."""
 
@@ -736,6 +746,7 @@ ProxyRequest = (
     | SwitchModel
     | UnloadModel
     | ResetPrefixes
+    | ScanNetwork
     | ProxyReady
     | ProxyBeat
 )
@@ -879,6 +890,14 @@ class NodeReply(Message, frozen=True):
     is_changing: bool = False
 
 
+class ScanReply(Message, frozen=True):
+    """`report` None: there was no scan yet, or it failed for the reason in `error`."""
+
+    id: str
+    report: ScanReport | None
+    error: str = ""
+
+
 class Chunk(Message, frozen=True):
     """New tokens of one request."""
 
@@ -914,7 +933,7 @@ class Drain(Message, frozen=True):
     """Take no new request; the coordinator stops the proxy when open ones are done or late."""
 
 
-ProxyEvent = StatusReply | NodeReply | Chunk | Embedded | Failed | Readiness | Drain
+ProxyEvent = StatusReply | NodeReply | ScanReply | Chunk | Embedded | Failed | Readiness | Drain
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,21 +7,21 @@ import os
 import sys
 from pathlib import Path
 
-from mlx_mesh.mesh.errors import ExitCode, MeshError, SettingsError
+from mlx_mesh.mesh.errors import ExitCode, MeshError
 from mlx_mesh.mesh.messages import AgentConfig
 from mlx_mesh.node.config import manual_settings, read_launched
+from mlx_mesh.node.input import first_line
 from mlx_mesh.node.lifecycle import AgentProcess, serve_agent
 from mlx_mesh.node.run_file import state_root
 
 _STDIN = 0
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
     try:
         if argv == ["--launched"]:
-            config = read_launched(_first_line(_STDIN))
+            config = read_launched(first_line(_STDIN))
         else:
             manual = manual_settings(argv, os.environ, Path.cwd(), state_root())
             config = manual.config
@@ -36,16 +36,6 @@ def main(argv: list[str]) -> int:
 async def _run(config: AgentConfig) -> ExitCode:
     os.chdir("/")  # whatever folder we were started in may go away
     return await serve_agent(AgentProcess(config), stdin_fd=_STDIN if config.attached else None)
-
-
-def _first_line(fd: int) -> bytes:
-    """Byte by byte, so that nothing after the line is taken from the descriptor."""
-    line = bytearray()
-    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
-        line += byte
-        if len(line) > _MAX_CONFIG_BYTES:
-            raise SettingsError("the launcher's settings are too long.")
-    return bytes(line)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ from mlx_mesh.mesh.messages import (
     ProxyReady,
     Readiness,
     ResetPrefixes,
+    ScanNetwork,
+    ScanReply,
     StatusQuery,
     StatusReply,
     Submit,
@@ -54,6 +56,9 @@ SWITCH_DEADLINE_S = 120.0
 
 STATUS_DEADLINE_S = 5.0
 """The coordinator answers from memory; more than this means that its loop is stuck."""
+
+SCAN_MARGIN_S = 60.0
+"""Beside the time of a scan, and of another one that runs already: for the system to tell its interfaces."""
 
 REQUEST_MARGIN_S = 30.0
 """How much longer than `Deadlines.request_s` the client waits for the coordinator to end a request."""
@@ -114,6 +119,7 @@ class CoordinatorClient:
         self._open: dict[str, _OpenRequest] = {}
         self._status_waiters: dict[str, asyncio.Future[MeshStatus]] = {}
         self._node_waiters: dict[str, asyncio.Future[NodeReply]] = {}
+        self._scan_waiters: dict[str, asyncio.Future[ScanReply]] = {}
         self._embed_waiters: dict[str, asyncio.Future[Embedded]] = {}
         self._query_ids = itertools.count(1)
         self.draining = False
@@ -150,6 +156,7 @@ class CoordinatorClient:
             waiters: tuple[asyncio.Future[Any], ...] = (
                 *self._status_waiters.values(),
                 *self._node_waiters.values(),
+                *self._scan_waiters.values(),
                 *self._embed_waiters.values(),
             )
             for waiter in waiters:
@@ -191,6 +198,10 @@ class CoordinatorClient:
                 changing = self._node_waiters.get(query_id)
                 if changing is not None and not changing.done():
                     changing.set_result(event)
+            case ScanReply(id=query_id):
+                scanning = self._scan_waiters.get(query_id)
+                if scanning is not None and not scanning.done():
+                    scanning.set_result(event)
             case Drain():
                 self.draining = True
 
@@ -278,10 +289,18 @@ class CoordinatorClient:
         query_id = f"reset-{next(self._query_ids)}"
         return await self._ask(query_id, ResetPrefixes(id=query_id), self._node_waiters)
 
+    async def scan(self, timeout_s: float) -> ScanReply:
+        """Have the leader look for hosts on its network for `timeout_s`; 0: what it saw last. Raises
+        StatusUnavailable SCAN_MARGIN_S after that."""
+        query_id = f"scan-{next(self._query_ids)}"
+        query = ScanNetwork(id=query_id, timeout_s=timeout_s)
+        deadline_s = 2 * timeout_s + SCAN_MARGIN_S if timeout_s else STATUS_DEADLINE_S
+        return await self._ask(query_id, query, self._scan_waiters, deadline_s)
+
     async def _ask(
         self,
         query_id: str,
-        query: StatusQuery | ChangeNode | ResetPrefixes | SwitchModel | UnloadModel,
+        query: StatusQuery | ChangeNode | ResetPrefixes | SwitchModel | UnloadModel | ScanNetwork,
         waiters: dict[str, asyncio.Future[R]],
         deadline_s: float = 0.0,
     ) -> R:

@@ -105,6 +105,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="server rank only: take a rank in again by itself that was started anew after the mesh went on "
         "without it",
     )
+    mesh.add_argument(
+        "--announce",
+        action=argparse.BooleanOptionalAction,
+        help="tell the local network which mesh this host is in (default: unless it is on loopback)",
+    )
     mesh.add_argument("--sharding", choices=["auto", "tensor", "pipeline"], default="auto")
     mesh.add_argument("--backend", choices=["auto", "ring", "jaccl", "jaccl-ring", "nccl"], default="auto")
     mesh.add_argument(
@@ -204,6 +209,7 @@ def _single(flags: argparse.Namespace, source: _Source) -> AgentConfig:
         secret=secrets.token_hex(32),
         coordinator="",
         attached=False,
+        announce=bool(flags.announce),
         mesh=_serving(mesh, flags, source),
         log_format=flags.log_format,
     )
@@ -264,6 +270,7 @@ def _member(flags: argparse.Namespace, source: _Source, host: str, size: int | N
             world_size=size,
             attached=False,
             deadlines=deadlines,
+            announce=not address.startswith("127.") if flags.announce is None else flags.announce,
             mesh=mesh,
             log_format=flags.log_format,
         ),

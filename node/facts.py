@@ -50,7 +50,7 @@ def gather_facts(model: str, adapter: str = "", embedding: str = "", *, asks_hub
         error = str(problem)
     adapter_digest, adapter_error = _adapter_facts(adapter)
     embedding_bytes, embedding_error = _embedding_facts(embedding)
-    chip, memory, usable = _hardware()
+    chip, memory, usable = hardware()
     return HostFacts(
         hostname=socket.gethostname(),
         system="Darwin" if is_mac() else platform.system(),
@@ -234,7 +234,7 @@ def check_same_model(folder: Path, digest: str) -> None:
 # ---------------------------------------------------------------- hardware
 
 
-def _hardware() -> tuple[str, int, int]:
+def hardware() -> tuple[str, int, int]:
     """Chip, bytes of memory, and bytes that engines may use."""
     if is_mac():
         # One by one: an older system that lacks a key still tells the others.

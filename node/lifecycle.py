@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq.asyncio
@@ -48,6 +49,9 @@ from mlx_mesh.node.output import Output
 from mlx_mesh.node.ports import bind_http
 from mlx_mesh.node.reception import Reception
 from mlx_mesh.node.run_file import RunFile, safe_name, state_root
+
+if TYPE_CHECKING:
+    from mlx_mesh.node.announce import Announcer
 
 _LOOPBACK = "127.0.0.1"
 _FAREWELL_BYTES = 64 * 1024
@@ -158,6 +162,9 @@ class AgentProcess:
                 on_proxy=lambda process: self._note_run(lambda file: file.update(proxy=process)),
                 embedder=self._make_embedder(embedding),
             )
+        if config.announce:
+            announcer = await asyncio.to_thread(_announce, safe_name(config.mesh_name)[:63])
+            self._cleanup.push_async_callback(asyncio.to_thread, announcer.stop)
         if self._stop_request is not None:  # it came while we were starting
             reason, hurry = self._stop_request
             self.stop(reason, hurry=hurry)
@@ -338,6 +345,15 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _announce(mesh: str) -> Announcer:
+    """Tell the network that this host takes part."""
+    from mlx_mesh.node.announce import Announcer, Wish  # zeroconf takes a third of a second to load
+
+    announcer = Announcer(Wish(role="node", mesh=mesh), lambda _: None)
+    announcer.start()
+    return announcer
 
 
 def _look_around(model: str, adapter: str, embedding: str) -> tuple[HostFacts, Path | None]:

@@ -30,6 +30,7 @@ from mlx_mesh.mesh.messages import (
     ProxyRequest,
     Readiness,
     ResetPrefixes,
+    ScanNetwork,
     StatusQuery,
     StatusReply,
     Submit,
@@ -48,6 +49,7 @@ from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
 from mlx_mesh.node.processes import ProcessId
 from mlx_mesh.node.replica_status import merge_readiness, merge_status, replica_metrics
+from mlx_mesh.node.scans import Scans
 from mlx_mesh.node.shared_channel import SharedChannel
 
 
@@ -120,6 +122,7 @@ class Reception:
             on_change=on_proxy,
         )
         self.front.greet_with(lambda: self._readiness)
+        self._scans = Scans(self.front.send)
         if embedder is not None:
             embedder.attach(self.front.send, lambda line: self._replicas[0].log(f"embedder: {line}"))
 
@@ -182,6 +185,7 @@ class Reception:
     async def _shutdown(self) -> None:
         """After the replicas, whose requests have their answers."""
         await self.front.stop(self._deadlines.stop_s)
+        await self._scans.stop()
         if self._embedder is not None:
             await self._embedder.stop()
         for helper in reversed(self._helpers):
@@ -225,6 +229,8 @@ class Reception:
                     self._answer(known)
                 else:
                     self._replicas[0].order_switch(request)
+            case ScanNetwork():
+                self._scans.hear(request)
             case _:
                 pass
 

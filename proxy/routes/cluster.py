@@ -9,8 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_mesh.mesh.messages import MeshStatus
-from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, json_response
+from mlx_mesh.mesh.discovery import MAX_SCAN_S, MIN_SCAN_S, SCAN_S
+from mlx_mesh.mesh.messages import MeshStatus, ScanReply
+from mlx_mesh.proxy.bodies import read_json_object
+from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, invalid, json_response
 from mlx_mesh.proxy.routes.common import services_of
 
 router = APIRouter()
@@ -50,6 +52,39 @@ async def drain_node(request: Request, host: str) -> Response:
 async def add_node(request: Request, host: str) -> Response:
     """Go on with this host again, which must be there. Statuses as for drain."""
     return await _change(request, "add", host)
+
+
+@router.post("/v1/cluster/scan")
+async def scan_network(request: Request) -> Response:
+    """Look for hosts on the leader's network for `timeout_s` (3). What `mlx-mesh discover --json` prints; no
+    host is added by it."""
+    services = services_of(request)
+    body = await read_json_object(request, services.config.max_body_bytes)
+    for field in body:
+        if field != "timeout_s":
+            raise invalid(f"'{field}' is not known here; 'timeout_s' is.", param=field)
+    timeout_s = body.get("timeout_s", SCAN_S)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise invalid("'timeout_s' must be a number of seconds.", param="timeout_s")
+    if not MIN_SCAN_S <= timeout_s <= MAX_SCAN_S:
+        raise invalid(
+            f"'timeout_s' is {timeout_s}; it must be {MIN_SCAN_S:g} to {MAX_SCAN_S:g}.", param="timeout_s"
+        )
+    return _scan_response(await services.client.scan(float(timeout_s)))
+
+
+@router.get("/v1/cluster/scan")
+async def last_scan(request: Request) -> Response:
+    """What the last scan of this mesh has shown; 404 when there was none."""
+    return _scan_response(await services_of(request).client.scan(0.0))
+
+
+def _scan_response(reply: ScanReply) -> Response:
+    if reply.error:
+        raise ApiError(500, f"The scan failed: {reply.error}", code="scan_failed")
+    if reply.report is None:
+        raise ApiError(404, "There was no scan yet; POST /v1/cluster/scan makes one.", code="scan_not_found")
+    return json_response(msgspec.to_builtins(reply.report))
 
 
 async def _change(request: Request, action: Literal["drain", "add"], host: str) -> Response:

@@ -496,7 +496,7 @@ def test_a_split_that_is_impossible_is_refused_before_anything_starts(local: tup
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["up"], "Give either a hostfile or --sim N"),
+        (["up"], "Give a hostfile, --sim N or --discover"),
         (["up", "none.yaml"], "none.yaml: cannot be read"),
         (["up", "--sim", "2"], "No model is named"),
         (["up", "--sim", "0", "--model", "m"], "out of range"),

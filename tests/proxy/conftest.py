@@ -40,6 +40,8 @@ from mlx_mesh.mesh.messages import (
     RankStatus,
     Readiness,
     ResetPrefixes,
+    ScanNetwork,
+    ScanReply,
     StatusQuery,
     StatusReply,
     Submit,
@@ -177,6 +179,8 @@ class ScriptedCoordinator:
     embed: Callable[[Embed], Embedded | Failed] | None = None
     embeds: list[Embed] = field(default_factory=list)
     node_reply: NodeReply = field(default_factory=lambda: NodeReply(id="", message="done", epoch=1))
+    scans: list[float] = field(default_factory=list)
+    scan_reply: ScanReply = field(default_factory=lambda: ScanReply(id="", report=None))
     is_running: threading.Event = field(default_factory=threading.Event)
     loop: asyncio.AbstractEventLoop | None = None
     pipe: AsyncPipe[ProxyRequest] | None = None
@@ -210,6 +214,9 @@ class ScriptedCoordinator:
                 case UnloadModel():
                     self.changes.append(("unload", ""))
                     pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
+                case ScanNetwork(id=query_id):
+                    self.scans.append(message.timeout_s)
+                    pipe.send(msgspec.structs.replace(self.scan_reply, id=query_id))
                 case ResetPrefixes():
                     self.changes.append(("reset", ""))
                     pipe.send(msgspec.structs.replace(self.node_reply, id=message.id))
