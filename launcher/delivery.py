@@ -98,6 +98,7 @@ class Delivery:
         self.holdings: dict[str, Holding] = {}
         self.reference = ""  # the host whose files count
         self.refused: list[str] = []
+        self.seconds: dict[str, float] = {}  # that receivers were at work, by host
 
     # ------------------------------------------------------------ who has it
 
@@ -275,7 +276,6 @@ class Delivery:
         needs = self.needs(placements)
         lost: set[str] = set()
         received = dict.fromkeys(self._hosts, 0)
-        began = time.monotonic()
         first: dict[str, Spans] | None = None
         words: dict[str, str] = {}
         while True:
@@ -293,7 +293,6 @@ class Delivery:
                 lost.add(error.lost)
                 self._console.warn(f"{error}; trying the other hosts that have it")
             self.look()
-        seconds = time.monotonic() - began
         return [
             Brought(
                 host=name,
@@ -301,7 +300,7 @@ class Delivery:
                 needed=size_of(needs[name]),
                 missing=size_of(first[name]),
                 received=received[name],
-                seconds=seconds if received[name] else 0.0,
+                seconds=self.seconds.get(name, 0.0),
                 words=words.get(name, ""),
             )
             for name in self._hosts
@@ -551,6 +550,7 @@ class _Transfer:
             delivery._show(heard.host, "receiving", said.done, said.total, detail)
         elif isinstance(said, Received):
             received[heard.host] += said.num_bytes
+            delivery.seconds[heard.host] = delivery.seconds.get(heard.host, 0.0) + said.seconds
             self._waiting.pop(heard.host, None)
         elif isinstance(said, Refused):
             text = f"{heard.host}: refused {said.peer}: {said.why}"

@@ -56,6 +56,7 @@ class Receiver:
         self._changed = threading.Event()
         self._error: BaseException | None = None
         self._is_stopped = False
+        self.is_done = False
         self._via: dict[str, str] = {}
         self.num_bytes = 0  # over the network
         self.num_written = 0
@@ -102,6 +103,7 @@ class Receiver:
             for thread in threads:  # a piece that is being written is finished
                 thread.join(TICK_S)
             self._writer.settle()
+            self.is_done = True
         if self._error is not None:
             raise self._error
         left = sum(map(len, self._queues.values()))
@@ -225,6 +227,8 @@ def _work(order: ReceiveOrder, speaker: Speaker) -> None:
         receiver = Receiver(order, writer)
 
         def leave() -> None:
+            if receiver.is_done:
+                return
             receiver.stop()
             with contextlib.suppress(MeshError, OSError):
                 writer.settle()
