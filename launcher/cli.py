@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TextIO, cast
 
 import msgspec
@@ -25,6 +26,7 @@ from mlx_mesh.launcher import (
     mcp_server,
     net_command,
     plan_command,
+    report,
     sync_command,
     trust_command,
     verify_command,
@@ -383,6 +385,17 @@ def _sync(arguments: Arguments) -> int:
     return ExitCode.OK
 
 
+def _report(arguments: Arguments) -> int:
+    config, folder = report.target_of(arguments.target, arguments.model, arguments.ssh_config, os.environ)
+    path = Path(arguments.output).expanduser().resolve() if arguments.output else report.default_path()
+    made = report.report(config, folder, os.environ, path, print, arguments.lines)
+    print(f"\n{path} has, without names, keys, prompts and paths of yours:")
+    for name, size in made:
+        print(f"  {name:24} {size:8} bytes")
+    print(f"Look at it before you send it: tar -xzOf {path} | less")
+    return ExitCode.OK
+
+
 def _bench(arguments: Arguments) -> int:
     if not arguments.probe:
         raise SettingsError("Give --probe; it is what `bench` can measure.")
@@ -589,6 +602,17 @@ def build_parser() -> argparse.ArgumentParser:
         made.add_argument("--sim", type=int, metavar="N", help="N ranks on this machine")
         made.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
         made.add_argument("--json", action="store_true", help="machine-readable")
+
+    report_parser = command("report", _report, "Write one archive for a bug report, without names and keys.")
+    report_parser.add_argument(
+        "target", nargs="?", metavar="NAME|hosts.yaml", help="default: the mesh that runs"
+    )
+    report_parser.add_argument("--model", help="default: the hostfile's")
+    report_parser.add_argument("--output", metavar="FILE", help="default: mlx-mesh-report-TIME.tar.gz here")
+    report_parser.add_argument(
+        "--lines", type=int, default=report.NUM_LOG_LINES, metavar="N", help="last lines of each log (400)"
+    )
+    report_parser.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
 
     doctor = command("doctor", _doctor, "Say what is wrong with hosts, and what to do; changes nothing.")
     doctor.add_argument("hostfile", nargs="?", help="default: this machine")
