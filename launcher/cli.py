@@ -768,6 +768,14 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
         help="a web page's origin that may ask, like https://chat.example; may be repeated",
     )
     parser.add_argument(
+        "--allowed-media-domains",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="HOST",
+        help="hosts that images in requests may be fetched from (default none: data URLs only)",
+    )
+    parser.add_argument(
         "--served-model-name", action="append", default=[], metavar="NAME", help="may be repeated"
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's")
@@ -848,6 +856,7 @@ def _flags(arguments: Arguments) -> Flags:
         port=arguments.port,
         api_key_file=arguments.api_key_file,
         allowed_origins=tuple(arguments.allow_origin),
+        allowed_media_domains=tuple(arguments.allowed_media_domains),
         served_model_names=tuple(arguments.served_model_name),
         chat_template=arguments.chat_template,
         strip_thinking=arguments.strip_thinking,

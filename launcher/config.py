@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from mlx_mesh.mesh.errors import HostfileError, SettingsError
 from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, SyncMode, parse_hostfile
-from mlx_mesh.mesh.hostfile_fields import check_name
+from mlx_mesh.mesh.hostfile_fields import check_media_domain, check_name
 from mlx_mesh.mesh.interfaces import check_rules
 from mlx_mesh.mesh.kv_options import KvOptions, check_kv_options
 from mlx_mesh.mesh.log_lines import LogFormat
@@ -45,6 +45,7 @@ class Flags:
     port: int | None = None
     api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     strip_thinking: bool = False
@@ -86,6 +87,7 @@ class LaunchConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str = ""
     allowed_origins: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = ()  # hosts that images may be fetched from; () = none
     served_model_names: tuple[str, ...] = ()
     chat_template: str = ""  # its text; '' = the model's
     strip_thinking: bool = False
@@ -220,6 +222,8 @@ def build_config(hostfile: Hostfile, flags: Flags, environment: Mapping[str, str
         serve_port=flags.port if flags.port is not None else hostfile.serve_port,
         api_keys=api_keys,
         allowed_origins=tuple(map(check_origin, flags.allowed_origins)),
+        allowed_media_domains=tuple(map(read_media_domain, flags.allowed_media_domains))
+        or hostfile.allowed_media_domains,
         api_key_file=str(Path(flags.api_key_file).expanduser().resolve()) if flags.api_key_file else "",
         served_model_names=flags.served_model_names,
         chat_template=read_chat_template(flags.chat_template) if flags.chat_template is not None else "",
@@ -284,6 +288,13 @@ def check_origin(origin: str) -> str:
             "port if it is not the usual one, like https://chat.example:8443. There is no wildcard."
         )
     return origin.lower()
+
+
+def read_media_domain(host: str) -> str:
+    """A host that images may be fetched from, in lower case. Raises SettingsError."""
+    for problem in check_media_domain(host):
+        raise SettingsError(f"--allowed-media-domains: {problem}.")
+    return host.lower()
 
 
 def read_api_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:

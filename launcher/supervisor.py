@@ -643,6 +643,7 @@ def mesh_config(
         serve_port=config.serve_port,
         api_keys=config.api_keys,
         allowed_origins=config.allowed_origins,
+        allowed_media_domains=config.allowed_media_domains,
         served_model_names=config.served_model_names or _hub_name(config, hosts[0]),
         planned=planned,
         chat_template=config.chat_template,

@@ -18,6 +18,7 @@ from mlx_mesh.mesh.errors import HostfileError
 from mlx_mesh.mesh.hostfile_deadlines import read_deadlines
 from mlx_mesh.mesh.hostfile_fields import (
     check_address,
+    check_media_domain,
     check_name,
     parse_memory,
     split_ssh_target,
@@ -78,6 +79,7 @@ class Hostfile:
     serve_host: str = "127.0.0.1"
     serve_port: int = DEFAULT_PORT
     sync: SyncMode = "auto"
+    allowed_media_domains: tuple[str, ...] = ()
     deadlines: Deadlines = field(default_factory=Deadlines)
     announce: bool | None = None  # on the network, that its hosts take part; None = if there are several
     notes: tuple[str, ...] = ()
@@ -114,6 +116,7 @@ class _Strict(pydantic.BaseModel):
 class _Serve(_Strict):
     host: str = "127.0.0.1"
     port: int = pydantic.Field(default=DEFAULT_PORT, ge=0, le=65535)
+    allowed_media_domains: list[str] = []
 
 
 class _Defaults(_Strict):
@@ -223,6 +226,9 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
     name = file.name or _stem(source)
     for problem in check_name(name):
         faults.add(("name",), f"the mesh's name {name!r} {problem}")
+    for index, domain in enumerate(file.serve.allowed_media_domains):
+        for problem in check_media_domain(domain):
+            faults.add(("serve", "allowed_media_domains", index), problem)
     deadlines, late = read_deadlines(file.deadlines)
     for key, problem in late:
         faults.add(("deadlines", key), problem)
@@ -250,6 +256,7 @@ def _from_yaml(data: dict[str, Any], lines: Lines, source: str) -> Hostfile:
         serve_host=file.serve.host,
         serve_port=file.serve.port,
         sync=file.sync,
+        allowed_media_domains=tuple(host.lower() for host in file.serve.allowed_media_domains),
         deadlines=deadlines,
         announce=file.announce,
         hosts=hosts,

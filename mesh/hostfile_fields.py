@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.$-]*")
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9])?"
+_DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+_MAX_DOMAIN_CHARS = 253
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _UNITS = {
     "MB": 10**6,
@@ -78,6 +81,16 @@ def check_address(address: str) -> list[str]:
     if parsed.is_unspecified or parsed.is_multicast or parsed.is_reserved:
         return [f"`{address}` is not the address of one host; write the host's own IPv4 address"]
     return []
+
+
+def check_media_domain(host: str) -> list[str]:
+    """Why images cannot be allowed from a host that is written like this, with the fix; [] when they can."""
+    if _DOMAIN.fullmatch(host) and len(host) <= _MAX_DOMAIN_CHARS:
+        return []
+    return [
+        f"`{host[:80]}` is no host name; write it alone and whole, like images.example.org: without "
+        "https://, port, path or wildcard"
+    ]
 
 
 def parse_memory(value: object) -> int | str:

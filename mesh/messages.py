@@ -88,6 +88,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     serve_port: int = 18000  # 0 = a free one
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # web pages that may ask, like "https://chat.example"
+    allowed_media_domains: tuple[str, ...] = ()  # hosts that images may be fetched from; () = none
     served_model_names: tuple[str, ...] = ()
     chat_template: str = ""  # overrides the model's
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
@@ -436,11 +437,13 @@ class Tokens(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """Leader only: this request cannot go on; the others do."""
+    """Leader only: this request cannot go on; the others do. `param`: of several images the one at fault,
+    like "images[2]", in the order of `Media.images`; '' = not known."""
 
     id: str
     code: str
     message: str
+    param: str = ""
 
 
 class EngineFailed(Message, frozen=True):
@@ -957,6 +960,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_prefixes_per_key: bool = False  # clients with different API keys share none
     kv_bits: int = 0  # 0 = keys and values are not quantised
     kv_group_size: int = 0
+    media: tuple[str, ...] = ()  # what the model takes beside text: () or ("image",)
+    allowed_media_domains: tuple[str, ...] = ()  # hosts that images may be fetched from; () = none
 
 
 # ---------------------------------------------------------------- agent -> launcher (stdout lines)

@@ -996,6 +996,7 @@ class Coordinator:
             listen_fd=-1,
             api_keys=self.mesh.api_keys,
             allowed_origins=self.mesh.allowed_origins,
+            allowed_media_domains=self.mesh.allowed_media_domains,
             chat_template=self.mesh.chat_template if is_first else "",
             strip_thinking=self.mesh.strip_thinking,
             keeps_prefixes=self.mesh.prefix.is_enabled,

@@ -212,7 +212,7 @@ class Desk:
         """One request cannot go on; the others do."""
         if self.journal.close(failed.id):
             self.num_refused[failed.code] += 1
-            self._send(Failed(id=failed.id, code=failed.code, message=failed.message))
+            self._send(Failed(id=failed.id, code=failed.code, message=failed.message, param=failed.param))
         self._admit()
 
     # ------------------------------------------------------------ the proxy's side

@@ -35,6 +35,7 @@ class NewSequence:
     strip_thinking: bool = False
     thinking_budget: int | None = None  # in tokens, None = no limit
     thinking_end_ids: tuple[int, ...] = ()  # what ends the reasoning when the budget is spent
+    picture_params: tuple[str, ...] = ()  # the request's parts that have its pictures
 
 
 @dataclass(slots=True)
@@ -207,6 +208,7 @@ class Assembler:
 
     def _note_arrival(self, chunk: TokenChunk) -> None:
         tally = self.tally
+        tally.prompt_tokens = chunk.prompt_tokens or tally.prompt_tokens
         tally.cached_tokens = max(tally.cached_tokens, chunk.cached_tokens)
         tally.prefill_s = tally.prefill_s or chunk.prefill_s  # a recovery prefills again; the first counts
         if chunk.token_ids:

@@ -13,6 +13,7 @@ from mlx_mesh.mesh.messages import GenerateRequest
 from mlx_mesh.node.client import CoordinatorClient, GenerationFailed
 from mlx_mesh.proxy.assembler import Assembler, NewSequence
 from mlx_mesh.proxy.detokenizer import Decoder
+from mlx_mesh.proxy.media.picture import blamed
 from mlx_mesh.proxy.open_answers import CancelledByRequest
 from mlx_mesh.proxy.pieces import EndPiece, Piece
 
@@ -40,6 +41,10 @@ class Generation:
             request: GenerateRequest | None = sequence.request
             while request is not None:
                 request = await self._follow(index, request, sequence, assembler)
+        except GenerationFailed as error:
+            if error.code == "invalid_image":
+                error.param = blamed(error.param, sequence.picture_params)
+            self._pieces.put_nowait(error)
         except Exception as error:  # handed to whoever waits in `next`
             self._pieces.put_nowait(error)
         finally:

@@ -32,6 +32,10 @@ class Metrics:
         self.completion_tokens = Counter(
             "mlx_mesh_completion_tokens", "Generated tokens given to clients", registry=self._registry
         )
+        self.images = Counter(
+            "mlx_mesh_images", "Images of requests that were read and found good", registry=self._registry
+        )
+        self.image_bytes = Counter("mlx_mesh_image_bytes", "Bytes of their files", registry=self._registry)
         self.embedding_tokens = Counter(
             "mlx_mesh_embedding_tokens", "Tokens of texts that became vectors", registry=self._registry
         )

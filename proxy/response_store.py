@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from mlx_mesh.proxy.media.picture import pictures_of
+
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 * 1024 * 1024
 
@@ -35,7 +37,8 @@ class ResponseStore:
         return len(self._stored)
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        num_bytes = len(msgspec.json.encode([response.body, response.turns, response.items]))
+        texts = msgspec.json.encode([response.body, response.turns, response.items], enc_hook=lambda _: None)
+        num_bytes = len(texts) + sum(len(picture.file) for picture in pictures_of(response.turns))
         self.remove(response_id)
         if num_bytes > self._max_bytes:
             return

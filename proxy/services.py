@@ -10,6 +10,7 @@ from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.proxy.conversation import Conversations
 from mlx_mesh.proxy.errors import ApiError, not_ready, shutting_down
 from mlx_mesh.proxy.grammar_check import GrammarChecker
+from mlx_mesh.proxy.media.desk import MediaDesk
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.open_answers import OpenAnswers
 from mlx_mesh.proxy.response_store import ResponseStore
@@ -30,6 +31,10 @@ class Services:
     responses: ResponseStore = field(default_factory=ResponseStore)
     conversations: Conversations = field(default_factory=Conversations)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
+    media: MediaDesk = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "media", MediaDesk(self.config, self.tokenizer))
 
     @property
     def fingerprint(self) -> str:

@@ -7,6 +7,7 @@ decoding a few tokens is cheap and runs where it is called.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -57,6 +58,7 @@ class EncodedChat:
 
     ids: tuple[int, ...]
     region: Region
+    text: str = ""  # what was tokenised
     shared_lengths: tuple[int, ...] = ()  # tokens that other prompts are likely to begin with, too
     system_length: int = 0  # of these, up to the end of the system message; 0 = there is none
 
@@ -81,6 +83,7 @@ class ModelTokenizer:
     """One model's tokenizer. `load` takes a second or two (imports); `close` ends the threads."""
 
     def __init__(self, tokenizer: Any, folder: Path, chat_template: str = "") -> None:
+        self.folder = folder
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None) if tokenizer.is_fast else None
         if self._backend is not None:
@@ -99,6 +102,7 @@ class ModelTokenizer:
         self.can_constrain = (folder / "tokenizer.json").is_file()  # what the engine's grammars read
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.chat_template, self.chat_template_error = _chat_template(tokenizer, folder, chat_template)
+        self._reads_lists_only = False
         self._python_template = None if chat_template else _python_template(tokenizer)
         if self._python_template is not None:
             self.chat_template, self.chat_template_error = None, ""
@@ -157,10 +161,15 @@ class ModelTokenizer:
         return await self.in_thread(lambda: self._encode(text, add_special=True, limit=limit))
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], *, limit: int, template_options: dict[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        limit: int,
+        template_options: dict[str, Any] | None = None,
+        is_shared: Callable[[str], bool] = bool,
     ) -> EncodedChat:
-        """Tokens of the rendered chat template, with the opening of the assistant's turn.
-        Raises TemplateRefused as well."""
+        """Tokens of the rendered chat template, with the opening of the assistant's turn. `is_shared`:
+        whether a beginning of the prompt may count as one that others share. Raises TemplateRefused, too."""
 
         def render_and_encode() -> EncodedChat:
             text = self.render(messages, template_options)
@@ -169,9 +178,10 @@ class ModelTokenizer:
             if (template_options or {}).get("continue_final_message"):
                 region = Region.ANSWER
             ids = self._encode(text, add_special=False, limit=limit)
-            shared = self._shared_lengths(messages, template_options, text, ids)
+            shared = self._shared_lengths(messages, template_options, text, ids, is_shared)
             has_system = bool(messages) and messages[0].get("role") == "system"
-            return EncodedChat(ids, region, shared, shared[0] if has_system and len(shared) > 1 else 0)
+            system_length = shared[0] if has_system and len(shared) > 1 else 0
+            return EncodedChat(ids, region, text, shared, system_length)
 
         return await self.in_thread(render_and_encode)
 
@@ -181,6 +191,7 @@ class ModelTokenizer:
         template_options: dict[str, Any] | None,
         text: str,
         ids: tuple[int, ...],
+        is_shared: Callable[[str], bool],
     ) -> tuple[int, ...]:
         """Where prompts of the same application part, and those of the same conversation: behind the system
         message, and before the opening of the assistant's turn. Hints: nothing is wrong when a template
@@ -197,8 +208,15 @@ class ModelTokenizer:
             except TemplateRefused:
                 continue
             common = text[: _num_common(text, other)]
+            if not is_shared(common):
+                continue
             lengths.append(_tokens_within(common, text, ids, self.plain_ids))
         return tuple(sorted({length for length in lengths if 0 < length < len(ids)}))
+
+    @property
+    def added_tokens(self) -> list[tuple[int, str]]:
+        """Ids and texts of tokens beside the vocabulary proper: special ones, and marks of media."""
+        return [(token_id, text) for text, token_id in self._added.items()]
 
     @property
     def takes_tools(self) -> bool:
@@ -214,6 +232,8 @@ class ModelTokenizer:
         if self.chat_template is None and self._python_template is None:
             raise TemplateRefused(self.chat_template_error)
         options = {"add_generation_prompt": True, **(template_options or {})}
+        if self._reads_lists_only:
+            messages = [_as_list(message) for message in messages]
         try:
             if self._python_template is not None:
                 return str(self._python_template.apply(messages, **options))
@@ -309,12 +329,27 @@ class ModelTokenizer:
         return tuple(found)
 
     def _try_template(self) -> str:
-        """'' or why the template cannot render even the simplest conversation."""
+        """'' or why the template cannot render even the simplest conversation. Some templates of models with
+        pictures show a text only when it stands in a list."""
+        said = "Hello"
         try:
-            self.render([{"role": "user", "content": "Hello"}])
+            is_shown = said in self.render([{"role": "user", "content": said}])
+            refusal = ""
         except TemplateRefused as error:
-            return str(error)
-        return ""
+            is_shown, refusal = False, str(error)
+        if not is_shown:
+            with contextlib.suppress(TemplateRefused):
+                if said in self.render([_as_list({"role": "user", "content": said})]):
+                    self._reads_lists_only, refusal = True, ""
+        return refusal
+
+
+def _as_list(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn whose text stands in a list, under both names that templates read."""
+    text = message.get("content")
+    if not isinstance(text, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": text, "content": text}] if text else []}
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,14 +379,28 @@ def _chat_template(tokenizer: Any, folder: Path, override: str) -> tuple[str | N
             raise SettingsError(
                 f"the chat template {override!r} is neither a Jinja text nor a readable file: {error}"
             ) from error
+    of_processor = _processor_template(folder)
     try:
-        return str(tokenizer.get_chat_template()), ""
+        own = str(tokenizer.get_chat_template())
+        # The processor's is the one with places for images, where the two differ in that.
+        return (of_processor if "image" in of_processor and "image" not in own else own), ""
     except (ValueError, AttributeError) as error:
+        if of_processor:
+            return of_processor, ""
         reason = (
             f"the model in {folder} has no chat template ({error}); give one with --chat-template, "
             "or use /v1/completions"
         )
         return None, reason
+
+
+def _processor_template(folder: Path) -> str:
+    """The chat template that a model with pictures keeps beside its processor; '' = none."""
+    for name in ("chat_template.json", "processor_config.json"):
+        template = _read_json(folder / name).get("chat_template")
+        if isinstance(template, str) and template:
+            return template
+    return ""
 
 
 def _tokens_within(

@@ -14,6 +14,9 @@ from mlx_mesh.proxy.convert.thinking import EFFORTS, budget, template_options
 from mlx_mesh.proxy.convert.tools import Choice, call_form, function_tool, read_choice, require_tools
 from mlx_mesh.proxy.convert.turns import earlier_reasoning
 from mlx_mesh.proxy.errors import ApiError, invalid
+from mlx_mesh.proxy.media.parts import PartReader
+from mlx_mesh.proxy.media.picture import image_part, joined, text_part
+from mlx_mesh.proxy.media.pixels import PixelBounds
 from mlx_mesh.proxy.schemas.messages import Blocks, MessagesRequest, Prompt
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
@@ -30,7 +33,7 @@ def messages_job(services: Services, body: Prompt) -> ChatJob:
     tools = _tools(tokenizer, body)
     choice = _choice(body, tools)
     one_call = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
-    messages = _turns(tokenizer, body)
+    messages = _turns(tokenizer, body, services.media.parts)
     switch, thinking_budget, strip = _thinking(services, body)
     continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return ChatJob(
@@ -48,6 +51,7 @@ def messages_job(services: Services, body: Prompt) -> ChatJob:
         strip_thinking=strip,
         thinking_budget=thinking_budget,
         continues_last=continues,
+        pixels=PixelBounds.of(body),
     )
 
 
@@ -103,7 +107,7 @@ def _tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- turns
 
 
-def _turns(tokenizer: ModelTokenizer, body: Prompt) -> list[dict[str, Any]]:
+def _turns(tokenizer: ModelTokenizer, body: Prompt, parts: PartReader) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     if system := system_text(body.system):
         turns.append({"role": "system", "content": system})
@@ -111,7 +115,7 @@ def _turns(tokenizer: ModelTokenizer, body: Prompt) -> list[dict[str, Any]]:
         param = f"messages[{at}]"
         match turn.role:
             case "user":
-                turns += _user(turn.content, f"{param}.content")
+                turns += _user(turn.content, f"{param}.content", parts)
             case "assistant":
                 turns.append(_assistant(tokenizer, turn.content, f"{param}.content"))
             case "system":
@@ -130,26 +134,28 @@ def system_text(system: Blocks | None) -> str:
     return "\n".join(text for text in kept if text.strip())
 
 
-def _user(content: Blocks, param: str) -> list[dict[str, Any]]:
-    """Tool results are turns of their own; text between them stays in its place."""
+def _user(content: Blocks, param: str, parts: PartReader) -> list[dict[str, Any]]:
+    """Tool results are turns of their own; text and images between them stay in their places."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     turns: list[dict[str, Any]] = []
-    texts: list[str] = []
+    shown: list[dict[str, Any]] = []
     for at, block in enumerate(content):
         if block.get("type") != "tool_result":
-            texts.append(_text_of([block], param, at))
+            shown += _shown([block], param, parts, at)
             continue
-        if texts:
-            turns.append({"role": "user", "content": "\n".join(texts)})
-            texts = []
-        result = block.get("content") or ""
-        text = _text_of(result, f"{param}[{at}].content")
+        if shown:
+            turns.append({"role": "user", "content": joined(shown)})
+            shown = []
+        result = _shown(block.get("content") or "", f"{param}[{at}].content", parts)
         if block.get("is_error") is True:
-            text = f"Error: {text}"
-        turns.append({"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id", ""))})
-    if texts or not turns:
-        turns.append({"role": "user", "content": "\n".join(texts)})
+            is_text = bool(result) and result[0]["type"] == "text"
+            first = text_part(f"Error: {result[0]['text'] if is_text else ''}")
+            result = [first, *result[is_text:]]
+        call_id = str(block.get("tool_use_id", ""))
+        turns.append({"role": "tool", "content": joined(result), "tool_call_id": call_id})
+    if shown or not turns:
+        turns.append({"role": "user", "content": joined(shown)})
     return turns
 
 
@@ -186,6 +192,24 @@ def _call(block: dict[str, Any], param: str) -> dict[str, Any]:
     }
 
 
+def _shown(content: Any, param: str, parts: PartReader, first: int = 0) -> list[dict[str, Any]]:
+    """Text and image blocks as parts of a turn. Raises ApiError 400 naming a block that is neither."""
+    if isinstance(content, str):
+        return [text_part(content)]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise invalid(f"Invalid '{param}': a string or a list of blocks.", param=param)
+    shown = []
+    for at, block in enumerate(content, first):
+        here, kind = f"{param}[{at}]", block.get("type")
+        if kind == "image":
+            shown.append(image_part(parts.anthropic_image(block, here)))
+        elif kind in _MEDIA:
+            raise parts.unsupported(here, kind)
+        else:
+            shown.append(text_part(_text_of([block], param, at)))
+    return shown
+
+
 def _text_of(content: Any, param: str, first: int = 0) -> str:
     """Text blocks, a line each. Raises ApiError 400 naming a block that is no text."""
     if isinstance(content, str):
@@ -206,7 +230,7 @@ def _text_of(content: Any, param: str, first: int = 0) -> str:
 def _not_text(kind: str, param: str) -> ApiError:
     if kind in _MEDIA:
         return invalid(
-            f"'{param}' has type {kind!r}; this model takes text only.", param=param, code="unsupported_media"
+            f"'{param}' has type {kind!r}; here, only text is taken.", param=param, code="unsupported_media"
         )
     return invalid(
         f"'{param}' has type {kind[:40]!r}, which is not supported here.",

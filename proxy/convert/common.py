@@ -10,13 +10,16 @@ from typing import Any
 import msgspec
 
 from mlx_mesh.mesh.kv_budget import KvBudget
-from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
+from mlx_mesh.mesh.messages import GenerateRequest, Media, SamplingParams
 from mlx_mesh.proxy.assembler import NewSequence
 from mlx_mesh.proxy.convert.prefixes import PrefixChoice
 from mlx_mesh.proxy.convert.structure import ANY_FORM, Form, grammar_of
 from mlx_mesh.proxy.convert.tool_turns import for_template
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.markup import Markup, Region
+from mlx_mesh.proxy.media.picture import Picture
+from mlx_mesh.proxy.media.pixels import NO_BOUNDS, PixelBounds
+from mlx_mesh.proxy.media.placing import check_count, place
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.tokenizer import EncodedChat, PromptTooLong
@@ -59,6 +62,7 @@ class ChatJob(Sequences):
     thinking_budget: int | None = None
     continues_last: bool = False  # the answer goes on with the last, an assistant's turn
     param: str = "messages"  # the field that errors about the prompt name
+    pixels: PixelBounds = NO_BOUNDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
     tokenizer = services.tokenizer
     room = Room.of(services)
     try:
-        encoded = await encode_job(services, job, room.num_tokens)
+        encoded, pictures = await encode_job(services, job, room.num_tokens)
     except PromptTooLong as error:
         raise room.too_long(error.at_least, job.param) from error
     markup = tokenizer.markup
@@ -96,23 +100,51 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
             strip_thinking=job.strip_thinking,
             thinking_budget=job.thinking_budget if thinking_end_ids else None,
             thinking_end_ids=thinking_end_ids,
+            picture_params=tuple(picture.param for picture in pictures),
         ),
         grammar=await grammar_of(services, job.form, markup, encoded.region),
         cache_points=encoded.shared_lengths,
         system_tokens=encoded.system_length,
+        media=_media(encoded, pictures, job.pixels),
     )
 
 
-async def encode_job(services: Services, job: ChatJob, limit: int = 0) -> EncodedChat:
-    """The prompt's tokens. Raises PromptTooLong for a limit other than 0, and the tokenizer's errors."""
-    tokenizer = services.tokenizer
+def _media(encoded: EncodedChat, pictures: Sequence[Picture], pixels: PixelBounds) -> Media | None:
+    if not pictures:
+        return None
+    bounds = pixels.with_detail(pictures)
+    return Media(
+        text=encoded.text,
+        images=tuple(picture.file for picture in pictures),
+        min_pixels=bounds.least,
+        max_pixels=bounds.most,
+    )
+
+
+async def encode_job(
+    services: Services, job: ChatJob, limit: int = 0
+) -> tuple[EncodedChat, Sequence[Picture]]:
+    """The prompt's tokens, in which a picture is its mark alone, and the pictures in order, read and checked.
+    Raises ApiError, PromptTooLong for a limit other than 0, and the tokenizer's errors."""
+    tokenizer, media = services.tokenizer, services.media
     options = dict(job.template_options)
     if job.tools:
         options["tools"] = list(job.tools)
     if job.continues_last:
         options |= {"add_generation_prompt": False, "continue_final_message": True}
     messages = for_template(job.messages, tokenizer)
-    return await tokenizer.encode_chat(messages, limit=limit, template_options=options)
+    if media.mark is None:
+        return await tokenizer.encode_chat(messages, limit=limit, template_options=options), ()
+    placed = place(messages, media.mark)
+    await media.read(placed.pictures, job.num_choices, services.metrics)
+    encoded = await tokenizer.encode_chat(
+        placed.turns,
+        limit=limit,
+        template_options=media.mark.harmless(options),
+        is_shared=lambda text: not (placed.pictures and media.mark and media.mark.count(text)),
+    )
+    check_count(encoded.text, media.mark, placed.pictures)
+    return encoded, placed.pictures
 
 
 PLAIN = NewSequence(
@@ -131,6 +163,7 @@ def prepare(
     grammar: str = "",
     cache_points: tuple[int, ...] = (),
     system_tokens: int = 0,
+    media: Media | None = None,
 ) -> Prepared:
     """The sequences of all prompts, each prompt's choices side by side. Raises ApiError 400."""
     num_sequences = len(prompts) * job.num_choices
@@ -162,6 +195,7 @@ def prepare(
                 reset_prefix=job.prefixes.is_reset,
                 cache_points=cache_points,
                 system_tokens=system_tokens,
+                media=media,
             )
             sequences.append(
                 dataclasses.replace(

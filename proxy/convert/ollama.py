@@ -16,6 +16,7 @@ from mlx_mesh.proxy.convert.tools import Choice, call_form, read_tools
 from mlx_mesh.proxy.convert.turns import earlier_reasoning
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.markup import Markup, Region
+from mlx_mesh.proxy.media.pixels import PixelBounds
 from mlx_mesh.proxy.schemas.fields import parse
 from mlx_mesh.proxy.schemas.ollama import (
     OPTION_FIELDS,
@@ -35,7 +36,7 @@ _MAX_PENALTY_TOKENS = 4096
 
 async def prepare_ollama_chat(services: Services, body: OllamaChatRequest) -> Prepared:
     """Raises ApiError 400 naming the field, and the tokenizer's errors."""
-    turns = _turns(services.tokenizer, body.messages)
+    turns = _turns(services, body.messages)
     tools = read_tools(services.tokenizer, body.tools)
     form = call_form(Choice(), tools, json_format(body.format), only_one=False)
     return await prepare_chat(services, _job(services, body, turns, tools, form))
@@ -43,13 +44,14 @@ async def prepare_ollama_chat(services: Services, body: OllamaChatRequest) -> Pr
 
 async def prepare_ollama_generate(services: Services, body: OllamaGenerateRequest) -> Prepared:
     """`raw`: the prompt as it is; else one turn of a conversation."""
-    _no_images(body.images, "images")
+    content = services.media.parts.ollama(body.prompt, body.images, "images")
     form = form_of(json_format(body.format))
     if not body.raw:
         turns = [{"role": "system", "content": body.system}] if body.system else []
-        return await prepare_chat(
-            services, _job(services, body, [*turns, {"role": "user", "content": body.prompt}], (), form)
-        )
+        turn = {"role": "user", "content": content}
+        return await prepare_chat(services, _job(services, body, [*turns, turn], (), form))
+    if body.images:
+        raise invalid("'images' cannot be put into a raw prompt.", param="images")
     if body.system:
         raise invalid("'system' cannot be put into a raw prompt.", param="system")
     room = Room.of(services)
@@ -110,6 +112,7 @@ def _job(
         tools=tools,
         template_options=_think(services.tokenizer, body.think),
         strip_thinking=strip,
+        pixels=PixelBounds.of(body),
     )
 
 
@@ -124,7 +127,7 @@ def _think(tokenizer: ModelTokenizer, think: bool | str | None) -> dict[str, Any
 # ---------------------------------------------------------------- turns
 
 
-def _turns(tokenizer: ModelTokenizer, messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+def _turns(services: Services, messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Ollama's calls have no ids: they are numbered, and results take those of their function in order."""
     turns: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # id and name, not answered yet
@@ -133,10 +136,15 @@ def _turns(tokenizer: ModelTokenizer, messages: list[OllamaMessage]) -> list[dic
         param = f"messages[{at}]"
         if message.role not in _ROLES:
             raise invalid(f"Invalid '{param}.role': {', '.join(_ROLES)}.", param=f"{param}.role")
-        _no_images(message.images or [], f"{param}.images")
-        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        content = services.media.parts.ollama(
+            message.content or "",
+            message.images or [],
+            f"{param}.images",
+            may_show=message.role in ("user", "tool"),
+        )
+        turn: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
-            turn |= earlier_reasoning(message.thinking, tokenizer)
+            turn |= earlier_reasoning(message.thinking, services.tokenizer)
         if message.tool_calls:
             calls = [
                 _call(call, f"call_{num_calls + number}", f"{param}.tool_calls[{number}]")
@@ -173,12 +181,3 @@ def _answered(message: OllamaMessage, open_calls: list[tuple[str, str]]) -> dict
             del open_calls[at]
             return {"tool_call_id": call_id, "name": name}
     return {"name": message.tool_name} if message.tool_name else {}
-
-
-def _no_images(images: list[Any], param: str) -> None:
-    if images:
-        raise invalid(
-            f"'{param}' is not supported here: this model takes text only.",
-            param=param,
-            code="unsupported_media",
-        )

@@ -12,8 +12,10 @@ from mlx_mesh.proxy.convert.sampling import sampling_params
 from mlx_mesh.proxy.convert.structure import response_format
 from mlx_mesh.proxy.convert.thinking import template_options
 from mlx_mesh.proxy.convert.tools import call_form, function_tool, read_choice, require_tools
-from mlx_mesh.proxy.convert.turns import earlier_reasoning, join_text, with_arguments_read
+from mlx_mesh.proxy.convert.turns import earlier_reasoning, with_arguments_read
 from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.media.parts import PartReader
+from mlx_mesh.proxy.media.pixels import PixelBounds
 from mlx_mesh.proxy.schemas.responses import ResponsesRequest
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
@@ -57,7 +59,7 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
         earlier = stored.turns
     _check(body)
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    turns = [*earlier, *item_turns(tokenizer, items)]
+    turns = [*earlier, *item_turns(tokenizer, items, services.media.parts)]
     if not turns:
         raise invalid("'input' has no items.", param="input")
     tools = _tools(tokenizer, body)
@@ -81,6 +83,7 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
         ),
         strip_thinking=services.config.strip_thinking,
         param="input",
+        pixels=PixelBounds.of(body),
     )
     return ResponsesJob(job, turns, items)
 
@@ -125,7 +128,9 @@ def _tools(tokenizer: ModelTokenizer, body: ResponsesRequest) -> tuple[dict[str,
 # ---------------------------------------------------------------- items
 
 
-def item_turns(tokenizer: ModelTokenizer, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def item_turns(
+    tokenizer: ModelTokenizer, items: list[dict[str, Any]], parts: PartReader
+) -> list[dict[str, Any]]:
     """An assistant's reasoning, text and calls are several items and one turn. Raises ApiError 400."""
     turns: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -133,7 +138,7 @@ def item_turns(tokenizer: ModelTokenizer, items: list[dict[str, Any]]) -> list[d
         param = f"input[{at}]"
         match item.get("type", "message"):
             case "message":
-                turns.append(_message(item, param))
+                turns.append(_message(item, param, parts))
             case "reasoning":
                 thoughts += [
                     str(part.get("text") or "")
@@ -144,8 +149,9 @@ def item_turns(tokenizer: ModelTokenizer, items: list[dict[str, Any]]) -> list[d
             case "function_call":
                 _add_call(turns, item, param)
             case "function_call_output":
-                text = join_text(_parts(item.get("output"), f"{param}.output"), f"{param}.output")
-                turns.append({"role": "tool", "content": text, "tool_call_id": str(item.get("call_id", ""))})
+                content = parts.openai(_parts(item.get("output"), f"{param}.output"), f"{param}.output")
+                call_id = str(item.get("call_id", ""))
+                turns.append({"role": "tool", "content": content, "tool_call_id": call_id})
             case other:
                 raise invalid(
                     f"'{param}.type' is {str(other)[:40]!r}, which is not supported here.",
@@ -158,12 +164,15 @@ def item_turns(tokenizer: ModelTokenizer, items: list[dict[str, Any]]) -> list[d
     return turns
 
 
-def _message(item: dict[str, Any], param: str) -> dict[str, Any]:
+def _message(item: dict[str, Any], param: str, parts: PartReader) -> dict[str, Any]:
     role = _ROLES.get(item.get("role", ""))
     if role is None:
         raise invalid(f"Invalid '{param}.role': {', '.join(_ROLES)}.", param=f"{param}.role")
     content = _parts(item.get("content"), f"{param}.content")
-    return {"role": role, "content": join_text(content, f"{param}.content")}
+    return {
+        "role": role,
+        "content": parts.openai(content, f"{param}.content", may_show=role == "user"),
+    }
 
 
 def _parts(content: Any, param: str) -> str | list[dict[str, Any]] | None:

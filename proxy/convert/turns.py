@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.media.parts import PartReader
 from mlx_mesh.proxy.schemas.chat import ChatMessage
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
@@ -14,7 +15,13 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
-def template_message(message: ChatMessage, param: str, tokenizer: ModelTokenizer) -> dict[str, Any]:
+_MAY_SHOW = ("user", "tool")
+"""Roles whose turns may have pictures."""
+
+
+def template_message(
+    message: ChatMessage, param: str, tokenizer: ModelTokenizer, parts: PartReader
+) -> dict[str, Any]:
     """One turn as chat templates read it. Raises ApiError 400 naming the part."""
     role = _ROLES.get(message.role)
     if role is None:
@@ -28,7 +35,8 @@ def template_message(message: ChatMessage, param: str, tokenizer: ModelTokenizer
                 param=f"{param}.{name}",
                 code="unsupported_parameter",
             )
-    turn: dict[str, Any] = {"role": role, "content": join_text(message.content, f"{param}.content")}
+    content = parts.openai(message.content, f"{param}.content", may_show=role in _MAY_SHOW)
+    turn: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         turn["name"] = message.name
     if message.tool_call_id is not None:
@@ -43,26 +51,6 @@ def earlier_reasoning(text: str, tokenizer: ModelTokenizer) -> dict[str, Any]:
     """Reasoning of an earlier turn under the name that the template reads; most show none."""
     name = next((name for name in _REASONING_NAMES if tokenizer.template_reads.field(name)), None)
     return {name: text} if text and name else {}
-
-
-def join_text(content: str | list[dict[str, Any]] | None, param: str) -> str:
-    """Text parts, a line each. Raises ApiError 400 naming a part that is no text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts: list[str] = []
-    for at, part in enumerate(content):
-        kind = part.get("type", "text")
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if kind not in ("text", "refusal", "input_text", "output_text"):
-            raise invalid(
-                f"'{param}[{at}]' has type {str(kind)[:40]!r}; this model takes text only.",
-                param=f"{param}[{at}]",
-                code="unsupported_media",
-            )
-        if text is not None and not isinstance(text, str):
-            raise invalid(f"Invalid '{param}[{at}].text': it must be a string.", param=f"{param}[{at}].text")
-        texts.append(text or "")
-    return "\n".join(texts)
 
 
 def with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from starlette.responses import Response
 from mlx_mesh.proxy.convert.common import Room
 from mlx_mesh.proxy.errors import json_response
 from mlx_mesh.proxy.grammars import CAN_FORCE_CALLS
+from mlx_mesh.proxy.media.files import FORMATS
+from mlx_mesh.proxy.media.limits import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_PIXELS, MAX_TOTAL_BYTES
 from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS
@@ -90,7 +92,7 @@ async def capabilities(request: Request) -> Response:
                 "choices": True,
                 "cancel": True,
                 "structured_output": services.tokenizer.can_constrain,
-                "images": False,
+                "images": not services.media.refusal,
                 "audio": False,
                 "embeddings": bool(services.embedding_names),
                 "prefix_cache": services.config.keeps_prefixes,
@@ -111,6 +113,18 @@ async def capabilities(request: Request) -> Response:
                 "max_prompts": MAX_PROMPTS,
                 "max_embedding_inputs": MAX_INPUTS,
                 "max_choices": MAX_CHOICES,
+                "max_images": MAX_IMAGES,
+                "max_image_bytes": MAX_IMAGE_BYTES,
+                "max_images_bytes": MAX_TOTAL_BYTES,
+                "max_image_pixels": MAX_PIXELS,
+            },
+            "media": {
+                "image": {
+                    "available": not services.media.refusal,
+                    "reason": services.media.refusal,
+                    "media_types": [names[0] for names in FORMATS.values()],
+                    "url_domains": sorted(services.media.fetcher.allowed),
+                }
             },
         }
     )

@@ -42,5 +42,5 @@ async def count_tokens(request: Request) -> Response:
     services = services_of(request)
     body = parse(COUNT_FIELDS, CountTokensRequest, await read_body(request))
     services.require_model(body.model)
-    encoded = await encode_job(services, messages_job(services, body))
+    encoded, _ = await encode_job(services, messages_job(services, body))
     return json_response({"input_tokens": len(encoded.ids)})

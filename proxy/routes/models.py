@@ -110,4 +110,5 @@ def _describe(services: Services, name: str) -> dict[str, Any]:
         "aliases": [alias for alias in services.accepted_names if alias != services.config.model],
         "context_length": context_length or None,
         "max_model_len": Room.of(services).num_tokens or None,  # the name that vLLM's clients read
+        "architecture": {"input_modalities": list(services.media.kinds), "output_modalities": ["text"]},
     }

@@ -105,6 +105,7 @@ async def show(request: Request) -> Response:
     capabilities = ["completion"]
     capabilities += ["tools"] if tokenizer.takes_tools else []
     capabilities += ["thinking"] if tokenizer.markup.has_reasoning else []
+    capabilities += ["vision"] if "image" in services.media.kinds else []
     architecture = card.family or "unknown"
     return json_response(
         {

@@ -12,6 +12,7 @@ from mlx_mesh.proxy.answers.responses import ResponsesAnswer
 from mlx_mesh.proxy.convert.common import encode_job, prepare_chat
 from mlx_mesh.proxy.convert.responses import ResponsesJob, item_turns, responses_job
 from mlx_mesh.proxy.errors import ApiError, json_response
+from mlx_mesh.proxy.media.picture import pictures_of
 from mlx_mesh.proxy.response_store import StoredResponse
 from mlx_mesh.proxy.routes.common import read_body, respond, services_of
 from mlx_mesh.proxy.schemas.fields import parse
@@ -49,7 +50,7 @@ async def input_tokens(request: Request) -> Response:
     services = services_of(request)
     body = parse(RESPONSES_FIELDS, ResponsesRequest, await read_body(request))
     services.require_model(body.model)
-    encoded = await encode_job(services, responses_job(services, body).job)
+    encoded, _ = await encode_job(services, responses_job(services, body).job)
     return json_response({"object": "response.input_tokens", "input_tokens": len(encoded.ids)})
 
 
@@ -92,7 +93,10 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 def _store(services: Services, asked: ResponsesJob, finished: dict[str, Any]) -> None:
-    turns = [*asked.turns, *item_turns(services.tokenizer, finished["output"])]
+    answer = item_turns(services.tokenizer, finished["output"], services.media.parts)
+    turns = [*asked.turns, *answer]
+    for picture in pictures_of(turns):
+        picture.param = "previous_response_id"  # what brings it along from now on
     services.responses.put(finished["id"], StoredResponse(finished, turns, asked.items))
 
 

@@ -11,6 +11,7 @@ from mlx_mesh.proxy.schemas.common import (
     FILTERS_THAT_ARE_NOT,
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
+    PixelFields,
     SamplingFields,
 )
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
@@ -33,7 +34,7 @@ class ChatMessage(pydantic.BaseModel):
     reasoning: str | None = None
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, PixelFields):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None

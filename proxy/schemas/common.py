@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import ConfigDict, Field
 
+from mlx_mesh.proxy.media.limits import MAX_PIXELS
 from mlx_mesh.proxy.schemas.fields import Refused
 
 MAX_STOPS = 16
@@ -56,6 +57,15 @@ class CoreSampling(Strict):
     max_time_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_CHARS)
     skip_prefix_cache: bool | None = None
+
+
+class PixelFields(Strict):
+    """How many pixels images are scaled to, as in mlx-vlm; `mm_processor_kwargs` is vLLM's place for it, and
+    checked in `media.pixels`."""
+
+    min_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
+    max_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class SamplingFields(CoreSampling):

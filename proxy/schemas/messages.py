@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import ConfigDict, Field
 
-from mlx_mesh.proxy.schemas.common import MAX_STOPS, CoreSampling, StopString
+from mlx_mesh.proxy.schemas.common import MAX_STOPS, CoreSampling, PixelFields, StopString
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
 
 Blocks = str | list[dict[str, Any]]
@@ -22,7 +22,7 @@ class Turn(pydantic.BaseModel):
     content: Blocks
 
 
-class Prompt(CoreSampling):
+class Prompt(CoreSampling, PixelFields):
     """What makes the prompt."""
 
     messages: list[Turn] = Field(min_length=1)

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import ConfigDict, Field
 
-from mlx_mesh.proxy.schemas.common import MAX_SALT_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS, StopString, Strict
+from mlx_mesh.proxy.schemas.common import (
+    MAX_SALT_CHARS,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+    PixelFields,
+    StopString,
+    Strict,
+)
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
 
 
@@ -64,7 +71,7 @@ OPTION_FIELDS = FieldPolicy(
 )
 
 
-class OllamaRequest(Strict):
+class OllamaRequest(PixelFields):
     """What both have. They stream unless told otherwise."""
 
     model: str = Field(min_length=1)
@@ -89,7 +96,7 @@ class OllamaMessage(pydantic.BaseModel):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None  # refused by name in `convert`
+    images: list[Any] | None = None  # base64; checked in `convert`, which can name the item
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -104,7 +111,7 @@ class OllamaGenerateRequest(OllamaRequest):
     prompt: str = ""
     system: str = ""
     raw: bool = False
-    images: list[Any] = Field(default_factory=list)  # refused by name in `convert`
+    images: list[Any] = Field(default_factory=list)  # base64; checked in `convert`
 
 
 _IGNORED = {"keep_alive": "the model stays loaded as long as the mesh runs"}

@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import Field
 
-from mlx_mesh.proxy.schemas.common import MAX_TOP_LOGPROBS, CoreSampling, StreamOptions
+from mlx_mesh.proxy.schemas.common import MAX_TOP_LOGPROBS, CoreSampling, PixelFields, StreamOptions
 from mlx_mesh.proxy.schemas.fields import FieldPolicy, Refused
 
 
-class ResponsesRequest(CoreSampling):
+class ResponsesRequest(CoreSampling, PixelFields):
     input: str | list[dict[str, Any]]  # items are checked in `convert`, which can name the item
     instructions: str | None = None
     previous_response_id: str | None = None

@@ -155,6 +155,36 @@ def model_with(
         one.close()
 
 
+SEEING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def seer(model_with: Callable[..., ModelTokenizer]) -> ModelTokenizer:
+    """A model like Qwen's with pictures: content lists, and three tokens for each picture."""
+    return model_with(SEEING_TEMPLATE, ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"))
+
+
+@pytest.fixture(scope="session")
+def seeing_front(
+    seer: ModelTokenizer, model_folder: Path, ids_of: Callable[[str], list[int]]
+) -> Iterator[Front]:
+    """One front end of such a model; a prompt with pictures turns out to have 700 tokens."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TokenChunk | Failed]:
+        ids = tuple(ids_of("fine"))
+        yield TokenChunk(id="", prompt_tokens=700 if request.media else 0)
+        yield TokenChunk(id="", token_ids=ids, finish_reason="stop")
+
+    with _front_ends(seer, model_folder) as start:
+        yield start(script, media=("image",))
+
+
 @pytest.fixture(scope="session")
 def ids_of(tokenizer: ModelTokenizer) -> Callable[[str], list[int]]:
     """Tokens of a text, without any around it."""

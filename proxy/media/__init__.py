@@ -1,0 +1,1 @@
+"""Pictures of requests: reading them, checking them, and their places in the prompt."""
