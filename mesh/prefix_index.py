@@ -71,10 +71,11 @@ class PrefixIndex:
     def __contains__(self, entry: int) -> bool:
         return entry in self._entries
 
-    def find(self, tokens: Sequence[int], salt: str = "") -> Hit | None:
-        """The longest prefix of a prompt that some entry has; at least one token of the prompt is left to
-        compute. Of equal ones the newest."""
-        prompt, most = packed(tokens), len(tokens) - 1
+    def find(self, tokens: Sequence[int] | bytes, salt: str = "") -> Hit | None:
+        """The longest prefix of a prompt, which may be packed already, that some entry has; at least one
+        token of the prompt is left to compute. Of equal ones the newest."""
+        prompt = tokens if isinstance(tokens, bytes) else packed(tokens)
+        most = len(prompt) // 4 - 1
         best: Hit | None = None
         beginning = prompt[: 4 * MIN_TOKENS]
         for number, entry in self._entries.items():

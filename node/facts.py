@@ -16,11 +16,13 @@ import socket
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import ifaddr
 import msgspec
 
 from mlx_mesh.mesh.capacity import mac_usable_bytes
+from mlx_mesh.mesh.embedding_memory import max_tokens_of, working_bytes
 from mlx_mesh.mesh.errors import PreflightError, SettingsError
 from mlx_mesh.mesh.macos import parse_key_values
 from mlx_mesh.mesh.types import HostFacts, Versions
@@ -31,9 +33,6 @@ from mlx_mesh.node.hub_folder import read_record
 from mlx_mesh.node.interfaces import own_interfaces
 from mlx_mesh.node.system import ask, is_mac
 from mlx_mesh.node.tokenizer_files import tokenizer_problem
-
-EMBEDDER_BYTES = 256 * 1024 * 1024
-"""What an embedder needs beside its weights: one batch, and MLX itself."""
 
 _SYSCTL_KEYS = ("hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
 
@@ -93,7 +92,8 @@ def _embedding_facts(embedding: str) -> tuple[int, str]:
     if not embedding:
         return 0, ""
     try:
-        return EMBEDDER_BYTES + embedding_weights_bytes(resolve_model(embedding)), ""
+        folder = resolve_model(embedding)
+        return embedding_weights_bytes(folder) + embedding_working_bytes(folder), ""
     except PreflightError as problem:
         return 0, str(problem)
 
@@ -111,6 +111,20 @@ def embedding_weights_bytes(folder: Path) -> int:
     if not weights:
         raise PreflightError(f"the embedding model in {folder} has no weights (*.safetensors).")
     return sum(path.stat().st_size for path in weights)
+
+
+def embedding_working_bytes(folder: Path) -> int:
+    """What its largest batch takes here. A file that cannot be read is the embedder's to name."""
+    config, said = _json_object(folder / "config.json"), _json_object(folder / "sentence_bert_config.json")
+    max_tokens = max_tokens_of(config, said.get("max_seq_length"))
+    return working_bytes(config, max_tokens, keeps_scores=not is_mac())
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def installed_versions() -> Versions:

@@ -28,8 +28,8 @@ _ID = re.compile(r"[\x21-\x7e]{1,256}")  # as it can stand in a header
 
 
 def conversation_id(request: Request, body: ChatRequest) -> str:
-    """'' when none is given. The order is Kamiwaza's, and OpenAI's metadata after it.
-    Raises ApiError 400."""
+    """'' when none is given, or the name of those that have none. The order is Kamiwaza's, and OpenAI's
+    metadata after it. Raises ApiError 400."""
     metadata: dict[str, Any] = body.metadata or {}
     given = {
         "conversation": body.conversation,
@@ -44,7 +44,7 @@ def conversation_id(request: Request, body: ChatRequest) -> str:
             raise invalid(
                 f"Invalid '{param}': 1 to 256 visible ASCII characters, without spaces.", param=param
             )
-        return value
+        return "" if value == DEFAULT_ID else value
     return ""
 
 

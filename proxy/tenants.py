@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from mlx_mesh.proxy.conversation import DEFAULT_ID
 from mlx_mesh.proxy.convert.common import Prepared
 
 _NUM_HEX = 32
@@ -32,7 +33,7 @@ def note_conversation(request: Request, raw: Mapping[str, Any]) -> None:
         raw.get("user"),
     )
     name = next((one for one in given if isinstance(one, str) and one), "")
-    request.state.conversation = digest_of(name) if name else ""
+    request.state.conversation = digest_of(name) if name and name != DEFAULT_ID else ""
 
 
 def with_owner(request: Request, prepared: Prepared, *, is_per_key: bool) -> Prepared:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from mlx_mesh.mesh.embedding_memory import BATCH_TOKENS
 from mlx_mesh.mesh.errors import ProtocolError
 from mlx_mesh.mesh.messages import (
     MAX_FRAME_BYTES,
@@ -39,9 +40,6 @@ from mlx_mesh.node.pipe import BlockingPipe
 
 if TYPE_CHECKING:
     from mlx_mesh.node.engine.encoders import Encoder
-
-BATCH_TOKENS = 2048
-"""Of a batch with its padding, if it has more than one input."""
 
 MAX_REQUEST_TOKENS = 300_000
 """OpenAI's own limit for one request."""

@@ -17,11 +17,9 @@ import mlx.utils
 import numpy as np
 from tokenizers import Tokenizer
 
+from mlx_mesh.mesh.embedding_memory import max_tokens_of
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.node.engine.bert import Bert, rename
-
-MAX_TOKENS = 8192
-"""Of one input, whatever the model says."""
 
 DECODERS = ("qwen3", "qwen2", "llama", "mistral")
 """Of mlx-lm. Attention is causal in all of them, so that padding on the right changes nothing."""
@@ -54,8 +52,7 @@ class Encoder:
         self.num_dimensions = int(config["hidden_size"])
         self.vocab_size = int(config["vocab_size"])
         said = _read(folder / "sentence_bert_config.json").get("max_seq_length")
-        limits = [MAX_TOKENS, config.get("max_position_embeddings"), said]
-        self.max_tokens = min(limit for limit in limits if type(limit) is int and limit > 0)
+        self.max_tokens = max_tokens_of(config, said)
         self._tokenizer = _tokenizer(folder)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:

@@ -128,7 +128,8 @@ def load(
         with_vision=command.with_vision,
     )
     reporter.is_paranoid = command.is_paranoid
-    files = open_files(config, command, shard)
+    num_layers = placement.num_layers
+    files = open_files(config, command, shard, lambda: reporter.progress(num_layers, num_layers))
     reporter.reached(
         Phase.LOADED,
         weights_bytes=shard.weights_bytes,

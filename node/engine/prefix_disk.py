@@ -167,8 +167,11 @@ class PrefixFolder:
             return False
         return True
 
-    def load(self, new_cache: Callable[[], Cache], limit_bytes: int) -> list[Loaded]:
-        """What can be used now, most recently used first, up to so many bytes."""
+    def load(
+        self, new_cache: Callable[[], Cache], limit_bytes: int, on_file: Callable[[], None] = lambda: None
+    ) -> list[Loaded]:
+        """What can be used now, most recently used first, up to so many bytes. `on_file`: one more was
+        read, or found to be of no use."""
         found: list[Loaded] = []
         for path in self._files(self._prefix):
             try:
@@ -180,6 +183,7 @@ class PrefixFolder:
             except (OSError, UnusableFile, ValueError, KeyError, TypeError, RuntimeError) as error:
                 say(f"{path} cannot be used, and is removed: {error}")
                 path.unlink(missing_ok=True)
+            on_file()
         return found
 
     def write(self, job: Job) -> None:
@@ -287,10 +291,11 @@ class DiskWriter:
             try:
                 self.folder.write(job)
                 self._num_failures = 0
-            except OSError as error:
+            except Exception as error:  # whatever it is, it is one file's; answers need none
                 self._num_failures += 1
                 last = self._num_failures >= MAX_FAILURES
-                say(f"a prefix cannot be written: {error}{'; no other will be tried' if last else ''}")
+                more = "; no other will be tried" if last else ""
+                say(f"a prefix cannot be written: {error or type(error).__name__}{more}")
 
 
 def say(message: str) -> None:

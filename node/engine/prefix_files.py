@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,9 +30,11 @@ class PrefixFiles:
         return [by_key[key] for key in keys]
 
 
-def open_files(config: EngineConfig, command: Load, shard: LoadedShard) -> PrefixFiles:
-    """Read what is there. Files are right for one rank of one split of the same model files, with the same
-    form of caches and the same versions."""
+def open_files(
+    config: EngineConfig, command: Load, shard: LoadedShard, on_file: Callable[[], None]
+) -> PrefixFiles:
+    """Read what is there; `on_file` after each. Files are right for one rank of one split of the same model
+    files, with the same form of caches and the same versions."""
     settings, placement = command.prefix, command.placement
     if not settings.folder or not settings.is_enabled:
         return PrefixFiles()
@@ -49,5 +51,5 @@ def open_files(config: EngineConfig, command: Load, shard: LoadedShard) -> Prefi
     folder = PrefixFolder(path, identity, config.rank, settings.max_disk_bytes)
     limits = limits_of(settings, command.kv)
     new_caches = shard.new_caches or (lambda: make_prompt_cache(shard.model))
-    loaded = folder.load(new_caches, limits[min(config.rank, len(limits) - 1)])
+    loaded = folder.load(new_caches, limits[min(config.rank, len(limits) - 1)], on_file)
     return PrefixFiles(loaded, Saving(DiskWriter(folder)))

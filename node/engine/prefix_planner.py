@@ -54,6 +54,7 @@ class _Row:
     num_reused: int
     checkpoints: tuple[tuple[int, int], ...]
     is_computing: bool = True  # no token came of it yet, and it stays
+    is_forgotten: bool = False  # all that was kept was dropped since it was admitted
 
 
 class PrefixPlanner:
@@ -62,7 +63,7 @@ class PrefixPlanner:
     def __init__(self, settings: PrefixSettings, kv: KvBudget, *, can_cut: bool) -> None:
         """`can_cut`: the model's caches can always be cut back to a shorter prefix. Those that cannot are
         also kept at checkpoints, where a later prompt is likely to go on."""
-        self._is_enabled = settings.is_enabled
+        self.is_enabled = settings.is_enabled
         self._settings = settings
         self._wanted: dict[
             tuple[int, ...], None
@@ -75,6 +76,7 @@ class PrefixPlanner:
         self._longest = longest_entry(settings, kv)
         self._index = PrefixIndex(self._limits)
         self._rows: dict[str, _Row] = {}
+        self._waiting: dict[str, bytes] = {}  # packed prompts of requests that were looked at and wait
         self._salts: dict[int, str] = {}  # of entries that may be stored yet
         self._to_evict: list[int] = []
         self._ending: list[int] = []  # entries of rows that ended in this step
@@ -98,8 +100,14 @@ class PrefixPlanner:
         with its work as soon as that is done."""
         if request.reset_prefix or not self._takes_part(request):
             return False
-        rows = [r for r in self._rows.values() if r.is_computing and r.salt == request.cache_salt]
-        mine = packed(prompt) if rows else b""
+        rows = [
+            row
+            for row in self._rows.values()
+            if row.is_computing and not row.is_forgotten and row.salt == request.cache_salt
+        ]
+        if not rows:
+            return False
+        mine = self._packed(request, prompt)
         best = 0
         for row in rows:
             common = min(common_length(row.packed, mine), len(prompt) - 1)
@@ -111,14 +119,25 @@ class PrefixPlanner:
                 best = max(best, max(points, default=0))
         if best < WORTH_WAITING_TOKENS:
             return False
-        hit = self._index.find(prompt, request.cache_salt)
+        hit = self._index.find(mine, request.cache_salt)
         return best - (hit.num_tokens if hit else 0) >= WORTH_WAITING_TOKENS
+
+    def _packed(self, request: GenerateRequest, prompt: tuple[int, ...]) -> bytes:
+        """Of a request that waits; plans are made many times a second, so it is done once."""
+        known = self._waiting.get(request.id)
+        if known is None or len(known) != 4 * len(prompt):  # one that made room comes back with more
+            known = self._waiting[request.id] = packed(prompt)
+        return known
+
+    def waits_no_more(self, request_id: str) -> None:
+        """The request was admitted, or ended before."""
+        self._waiting.pop(request_id, None)
 
     def find(self, request: GenerateRequest, prompt: tuple[int, ...]) -> Hit | None:
         """What the request would begin with; it is the last one to go when room is made."""
         if request.reset_prefix or not self._takes_part(request):
             return None
-        hit = self._index.find(prompt, request.cache_salt)
+        hit = self._index.find(self._packed(request, prompt), request.cache_salt)
         if hit is not None:
             self._index.use(hit.entry)
         return hit
@@ -131,7 +150,8 @@ class PrefixPlanner:
         """The request is admitted by the plan that is being made."""
         if not self._takes_part(request):
             return Part()
-        hit = self.find(request, prompt)
+        hit, mine = self.find(request, prompt), self._packed(request, prompt)
+        self.waits_no_more(request.id)
         if hit is None:
             self._num_misses += len(prompt) > MIN_TOKENS
             hit = Hit(0, 0)
@@ -145,9 +165,7 @@ class PrefixPlanner:
         )
         self._want(request, prompt)
         entry = self._new_entry(request.cache_salt)
-        self._rows[request.id] = _Row(
-            entry, request.cache_salt, prompt, packed(prompt), hit.num_tokens, checkpoints
-        )
+        self._rows[request.id] = _Row(entry, request.cache_salt, prompt, mine, hit.num_tokens, checkpoints)
         return Part(entry, hit.entry, hit.num_tokens, checkpoints)
 
     def take_saves(self) -> tuple[Save, ...]:
@@ -161,9 +179,15 @@ class PrefixPlanner:
         return evictions
 
     def clear(self) -> int:
-        """Evict all that is stored; how many that was."""
+        """Evict all that is stored; how many that was. Rows that run go on; nobody begins with what they have
+        by now, and nothing of them is kept."""
         gone = self._index.clear()
         self._evict(gone)
+        for row in self._rows.values():
+            row.is_forgotten = True
+            for entry in (row.entry, *(entry for _, entry in row.checkpoints)):
+                self._index.remove(entry)
+                self._salts.pop(entry, None)
         return len(gone)
 
     # ------------------------------------------------------------ what became of it
@@ -173,7 +197,7 @@ class PrefixPlanner:
         row = self._rows.get(request_id)
         if row is not None and row.is_computing:
             row.is_computing = False
-            if self._can_cut and len(row.prompt) >= MIN_TOKENS:
+            if self._can_cut and len(row.prompt) >= MIN_TOKENS and not row.is_forgotten:
                 self._index.add_row(row.entry, row.prompt, row.salt)
 
     def leaves(self, request_id: str, *, is_kept: bool) -> None:
@@ -238,7 +262,7 @@ class PrefixPlanner:
     # ------------------------------------------------------------ parts
 
     def _takes_part(self, request: GenerateRequest) -> bool:
-        return self._is_enabled and not request.skip_prefix_cache
+        return self.is_enabled and not request.skip_prefix_cache
 
     def _want(self, request: GenerateRequest, prompt: tuple[int, ...]) -> None:
         """Once an epoch each system prompt is saved, or its file touched, so that the files in use stay."""

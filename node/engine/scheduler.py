@@ -130,6 +130,7 @@ class Scheduler:
         """End a request: at once while it waits, else by the next plan. One that is not open is no error: its
         end crossed the command."""
         if self._waiting.pop(request_id, None) is not None:
+            self.prefixes.waits_no_more(request_id)
             return TokenChunk(id=request_id, finish_reason="cancelled")
         running = self._running.get(request_id)
         if running is not None and not running.is_cancelled:
@@ -203,7 +204,15 @@ class Scheduler:
         """Kept prefixes make room for one more row, which has it without them."""
         rows = self._staying()
         longest = max((num_tokens, *(row.length for row in rows))) + GROWTH_TOKENS
-        self.prefixes.make_room(lambda taken: self._kv.short(len(rows) + 1, longest, taken) is None)
+        count = len(rows) + 1 + self._num_copies
+        self.prefixes.make_room(lambda taken: self._kv.short(count, longest, taken) is None)
+
+    @property
+    def _num_copies(self) -> int:
+        """Rows that may be there twice: one that ends is copied out of the batch before it leaves it, and so
+        are those that are cancelled, which the batch has until their plan is applied."""
+        num_cancelled = sum(row.is_cancelled for row in self._running.values())
+        return 1 + 2 * num_cancelled if self.prefixes.is_enabled else 0
 
     def _make_room(self) -> list[str]:
         """Newest rows that leave, so that the others can take their next steps. Kept prefixes go before."""
@@ -215,7 +224,8 @@ class Scheduler:
             self.prefixes.leaves(row.request.id, is_kept=False)
         if rows:
             longest = max(row.length for row in rows) + AHEAD_TOKENS
-            self.prefixes.make_room(lambda taken: self._kv.short(len(rows), longest, taken) is None)
+            count = len(rows) + self._num_copies
+            self.prefixes.make_room(lambda taken: self._kv.short(count, longest, taken) is None)
         self.num_preempted += len(leaving)
         return leaving
 

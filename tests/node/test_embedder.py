@@ -20,7 +20,7 @@ from mlx_mesh.mesh.messages import Embed, Embedded, EmbedderReady, Failed, Metri
 from mlx_mesh.node import embedder as embedder_module
 from mlx_mesh.node.children import Programs, child_environment
 from mlx_mesh.node.embedder import Embedder
-from mlx_mesh.node.facts import EMBEDDER_BYTES, gather_facts
+from mlx_mesh.node.facts import embedding_working_bytes, gather_facts
 
 WITHIN_S = 60.0
 
@@ -145,7 +145,7 @@ def test_the_leader_has_less_memory_for_ranks_by_the_embedding_model(
 ) -> None:
     facts = gather_facts(str(tiny_llama), "", str(tiny_bert))
     size = (tiny_bert / "model.safetensors").stat().st_size
-    assert facts.embedding_bytes == size + EMBEDDER_BYTES
+    assert facts.embedding_bytes == size + embedding_working_bytes(tiny_bert)
     assert facts.engine_memory_bytes == facts.usable_memory_bytes - facts.embedding_bytes
     assert gather_facts(str(tiny_llama)).embedding_bytes == 0
     folder = Path(shutil.copytree(tiny_bert, tmp_path / "bert"))

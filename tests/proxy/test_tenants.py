@@ -44,8 +44,9 @@ def test_a_conversation_is_named_by_its_fields_then_the_cache_key_then_the_user(
         ({"user": "u", "prompt_cache_key": "k"}, header, "h"),
         ({"user": "u", "prompt_cache_key": "k"}, {}, "k"),
         ({"user": "u"}, {}, "u"),
+        ({"conversation_id": "default"}, {}, ""),
     ):
-        assert post(CHAT, USER | body, **headers).conversation == digest_of(name)
+        assert post(CHAT, USER | body, **headers).conversation == (digest_of(name) if name else "")
     assert post("/v1/completions", {"prompt": "a", "max_tokens": 2}, **header).conversation == digest_of("h")
 
 

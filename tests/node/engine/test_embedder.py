@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mlx_mesh.mesh.embedding_memory import BATCH_TOKENS
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.messages import Embed
-from mlx_mesh.node.engine.embedder import BATCH_TOKENS, Jobs, Refusal
+from mlx_mesh.node.engine.embedder import Jobs, Refusal
 from mlx_mesh.node.engine.encoders import Encoder
 
 TEXTS = ["a", "some words", "another text, long"]

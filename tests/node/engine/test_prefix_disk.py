@@ -157,6 +157,25 @@ def test_a_folder_that_cannot_be_written_is_said_and_given_up(
     assert "no other will be tried" in said
 
 
+def test_whatever_goes_wrong_with_one_file_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = PrefixFolder(tmp_path, "model", 0, LIMIT)
+    write, problems = PrefixFolder.write, iter([ValueError("odd"), MemoryError()])
+
+    def failing(self: PrefixFolder, job: Job) -> None:
+        if (problem := next(problems, None)) is not None and job.tokens[0] == TOKENS[0]:
+            raise problem
+        write(self, job)
+
+    monkeypatch.setattr(PrefixFolder, "write", failing)
+    save(folder, small(), 4, TOKENS[:4])
+    assert "cannot be written: odd" in capsys.readouterr().err
+    save(folder, small(), 4, TOKENS[1:5])
+    read: list[str] = []
+    assert len(folder.load(make_small, LIMIT, lambda: read.append("one"))) == len(read) == 1
+
+
 def test_a_models_identity_changes_with_its_files_and_with_the_plan(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     first = identity_of(str(tmp_path), "", "pipeline")

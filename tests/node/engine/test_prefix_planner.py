@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
 from mlx_mesh.mesh.messages import Admission, GenerateRequest, StepPlan
-from mlx_mesh.mesh.prefix_index import MIN_TOKENS
+from mlx_mesh.mesh.prefix_index import MIN_TOKENS, packed
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
+from mlx_mesh.node.engine import prefix_planner
 from mlx_mesh.node.engine.prefix_planner import PrefixPlanner, Stored
 from mlx_mesh.node.engine.scheduler import Produced, Scheduler
 
@@ -131,6 +133,8 @@ def test_plans_reuse_only_what_is_there_and_everybody_is_answered(
             published.append(scheduler.next_plan(0.0))
         if not published:
             continue
+        if step % 41 == 0:
+            planner.clear()
         plan = published.popleft()
         produced = rank.do(plan)
         chunks = scheduler.applied(plan) + scheduler.produced(produced, 0.0)
@@ -158,6 +162,65 @@ def test_a_request_waits_for_a_row_that_computes_its_prompt_and_lets_others_pass
     scheduler.produced([Produced("first", 5)], 0.0)
     (admission,) = scheduler.next_plan(0.0).admit
     assert (admission.id, admission.reuse, admission.num_reused) == ("second", plan.admit[0].entry, 200)
+
+
+def test_a_reset_forgets_what_running_rows_have_and_keeps_nothing_of_them() -> None:
+    planner = PrefixPlanner(PrefixSettings(), KvBudget(), can_cut=True)
+    scheduler = Scheduler(1, max_sequences=8, prefixes=planner)
+    shared = tuple(range(200))
+    scheduler.submit(GenerateRequest(id="first", prompt_ids=shared, max_tokens=4))
+    (first,) = scheduler.next_plan(0.0).admit
+    scheduler.produced([Produced("first", 5)], 0.0)
+    planner.clear()
+    scheduler.submit(GenerateRequest(id="second", prompt_ids=(*shared, 7), max_tokens=4))
+    (second,) = scheduler.next_plan(0.0).admit
+    assert (second.reuse, second.num_reused) == (0, 0)
+    planner.clear()  # while it is computed: nobody waits for it
+    scheduler.submit(GenerateRequest(id="third", prompt_ids=(*shared, 8), max_tokens=4))
+    (third,) = scheduler.next_plan(0.0).admit
+    assert third.reuse == 0
+    scheduler.produced([Produced("first", 6, "length")], 0.0)
+    scheduler.stored([Stored(first.entry, (*shared, 5, 6), True, 1)])
+    assert scheduler.next_plan(0.0).evict == (first.entry,)
+    scheduler.produced([Produced("third", 5, "length")], 0.0)
+    scheduler.stored([Stored(third.entry, (*shared, 8, 5), True, 1)])
+    assert planner.find(GenerateRequest(id="x", prompt_ids=shared, max_tokens=1), shared) is not None
+
+
+def test_the_prompt_of_a_request_that_waits_is_packed_once_and_forgotten_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    def counting(tokens: Any) -> bytes:
+        seen.append(len(tokens))
+        return packed(tokens)
+
+    monkeypatch.setattr(prefix_planner, "packed", counting)
+    planner = PrefixPlanner(PrefixSettings(), KvBudget(), can_cut=True)
+    scheduler = Scheduler(1, max_sequences=8, prefixes=planner)
+    shared = tuple(range(200))
+    for name in ("first", "second", "third"):
+        scheduler.submit(GenerateRequest(id=name, prompt_ids=(*shared, len(name)), max_tokens=4))
+    for _ in range(5):
+        scheduler.next_plan(0.0)
+    assert len(seen) == 3
+    scheduler.cancel("third")
+    scheduler.produced([Produced("first", 5)], 0.0)
+    scheduler.next_plan(0.0)
+    assert not planner._waiting and len(seen) == 3
+
+
+def test_kept_prefixes_leave_room_for_the_copy_of_a_row_that_ends() -> None:
+    kv = of_tokens(6 * 256)
+    planner = PrefixPlanner(PrefixSettings(max_bytes=512), kv, can_cut=True)
+    planner.begin_with([Stored(1, tuple(range(5000, 5500)), True, 512)])
+    scheduler = Scheduler(1, max_sequences=3, kv=kv, prefixes=planner)
+    scheduler.submit(GenerateRequest(id="a", prompt_ids=tuple(range(100)), max_tokens=400))
+    scheduler.next_plan(0.0)
+    assert planner.taken == [512], "a row of two blocks, its copy, and what is kept"
+    scheduler._running["a"].length = 510  # it grows into its third block
+    assert scheduler.next_plan(0.0).evict == (1,)
 
 
 def test_nobody_waits_for_a_row_that_computes_much_else() -> None:
