@@ -292,9 +292,9 @@ def of_tokens(*budgets: int) -> KvBudget:
 
 
 def test_a_small_rank_evicts_for_all_and_running_rows_come_first(stage: Stage, tiny: ModuleType) -> None:
-    """Rank 1 has room for six blocks of 256 tokens, three of them for prefixes."""
+    """Rank 1 has room for eight blocks of 256 tokens, four of them for prefixes."""
     placement = tiny.stages(6, [3])
-    kv = of_tokens(100_000, 6 * 256)
+    kv = of_tokens(100_000, 8 * 256)
     prompts = [words(40, seed=i) for i in range(5)]
     turns: list[Turn] = [[greedy(f"{i}", prompt)] for i, prompt in enumerate(prompts)]
     turns += [[greedy("old", (*prompts[0], 5)), greedy("new", (*prompts[4], 5))]]
