@@ -36,6 +36,11 @@ def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[st
     links = [(rank, rank["link"]) for rank in nodes.get("ranks", []) if rank.get("link")]
     if links:
         lines += ["", *table(LINK_HEADERS, [_link_row(rank, link) for rank, link in links])]
+    hosts = nodes.get("hosts", [])
+    if awake := [f"{host['host']} {host['awake']}" for host in hosts if host.get("awake")]:
+        lines += ["", f"held awake: {', '.join(awake)}"]
+    if events := [f"{host['host']}: {event}" for host in hosts for event in host.get("events", [])]:
+        lines += ["", *events]
     others = [host for host in nodes.get("hosts", []) if host.get("state") != "serving"]
     if others:
         lines += ["", *(f"{host['host']}: {host['state']}: {host.get('detail', '')}" for host in others)]

@@ -584,6 +584,8 @@ class AgentBeat(Message, frozen=True):
     seq: int
     stopped: tuple[int, ...] = ()
     pressure: str = ""  # how the host is short of memory, in words; '' = it is not
+    awake: str = ""  # what holds the host awake, in words; '' = nothing has to, or can
+    events: tuple[str, ...] = ()  # sleep and changes of links, the latest few with their times
 
 
 class Leaving(Message, frozen=True):
@@ -800,6 +802,8 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     detail: str = ""
     pressure: str = ""  # how it is short of memory; while one is, no new request is taken
+    awake: str = ""  # what holds it awake; '' = nothing has to, or can
+    events: tuple[str, ...] = ()  # sleep and changes of links, the latest few with their times
     replica: int = 1
 
 

@@ -41,6 +41,7 @@ from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts
 from mlx_mesh.node.channel import AgentChannel, LinkDown, LinkUp, split_endpoint
 from mlx_mesh.node.engines import Engines
 from mlx_mesh.node.facts import resolve_model
+from mlx_mesh.node.host_watch import HostCondition
 from mlx_mesh.node.ports import reserve_data_ports
 from mlx_mesh.node.pressure import read_pressure
 
@@ -74,6 +75,7 @@ class Agent:
         model: Path | None,
         is_local: bool,
         note: Callable[[str], None],
+        condition: Callable[[], HostCondition] = HostCondition,
     ) -> None:
         """`address`: IPv4 by which this host talks to the coordinator; `model`: this host's folder;
         `is_local`: the coordinator lives in this process, so its end is not ours to judge."""
@@ -85,6 +87,7 @@ class Agent:
         self._model = model
         self._is_local = is_local
         self._note = note
+        self._condition = condition
         self._deadlines = config.deadlines
         self._clock = ObservedClock(time.monotonic(), TICK_S)
         self._started_at = self._acked_at = self._now()
@@ -285,8 +288,15 @@ class Agent:
         while True:
             if self._has_joined:
                 self._seq += 1
+                condition = self._condition()
                 self._channel.send(
-                    AgentBeat(seq=self._seq, stopped=self._engines.stopped_ranks(), pressure=read_pressure())
+                    AgentBeat(
+                        seq=self._seq,
+                        stopped=self._engines.stopped_ranks(),
+                        pressure=read_pressure(),
+                        awake=condition.awake,
+                        events=condition.events,
+                    )
                 )
             await asyncio.sleep(self._deadlines.heartbeat_interval_s)
 

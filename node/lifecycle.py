@@ -43,6 +43,7 @@ from mlx_mesh.node.children import Programs, child_environment
 from mlx_mesh.node.embedder import Embedder
 from mlx_mesh.node.engines import Engines
 from mlx_mesh.node.facts import gather_facts, resolve_model
+from mlx_mesh.node.host_watch import HostWatch
 from mlx_mesh.node.keys import MeshKeys, derive_keys
 from mlx_mesh.node.logs import RankLogs
 from mlx_mesh.node.output import Output
@@ -79,6 +80,7 @@ class AgentProcess:
         self._logs = RankLogs(
             self._folder / "logs", is_json=config.mesh is not None and config.mesh.log_format == "json"
         )
+        self._watch = HostWatch(self._output.note)
         self._agent: Agent | None = None
         self._reception: Reception | None = None
         self._stop_request: tuple[str, bool] | None = None
@@ -143,6 +145,8 @@ class AgentProcess:
         problem = facts.adapter_error or facts.tokenizer_error or facts.embedding_error
         if config.mesh is not None and problem:
             raise PreflightError(problem)
+        self._cleanup.push_async_callback(self._watch.stop)
+        await self._watch.start()
         identity = new_identity(config.host, config.run_id)
         self._open_agent(keys, identity, facts, model)
         if config.mesh is not None:
@@ -221,6 +225,7 @@ class AgentProcess:
             model=model,
             is_local=is_local,
             note=self._output.note,
+            condition=lambda: self._watch.condition,
         )
 
     def _preload(self) -> dict[str, str]:

@@ -212,14 +212,16 @@ class Lineup:
                 detail = f"taken in {settle_time_s(view, settle_s):g} s after it came, if the model fits then"
             ranks = tuple(mesh.first_rank + rank for rank in self._roster.seats[view.index].ranks)
             member = self._roster.seats[view.index].member
-            pressure = member.pressure if member is not None and not member.lost else ""
+            is_here = member is not None and not member.lost
             rows.append(
                 HostStatus(
                     host=view.name,
                     state=state_of(view),
                     ranks=ranks,
                     detail=detail,
-                    pressure=pressure,
+                    pressure=member.pressure if member is not None and is_here else "",
+                    awake=member.awake if member is not None and is_here else "",
+                    events=member.events if member is not None else (),
                     replica=mesh.replica + 1,
                 )
             )

@@ -152,7 +152,9 @@ class Member:
     broke_epoch: str = ""  # it is here, but cannot go on in the current epoch, and why
     stopped_epoch: int = 0
     ports: PortsReserved | None = None
-    pressure: str = ""  # see AgentBeat
+    pressure: str = ""  # see AgentBeat; so the next two
+    awake: str = ""
+    events: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -297,6 +299,7 @@ class Roster:
 
     def note_agent_beat(self, seat: Seat, member: Member, beat: AgentBeat, now: float) -> None:
         member.beat_at, member.last_seq, member.pressure = now, beat.seq, beat.pressure
+        member.awake, member.events = beat.awake, beat.events
         for rank in seat.ranks:
             record = self.ranks[rank]
             record.agent_beats_since += 1

@@ -17,8 +17,7 @@ SYSTEM_FOLDERS = "/usr/bin:/bin:/usr/sbin:/sbin"
 
 def ask(words: Sequence[str]) -> str:
     """What a command prints on stdout; '' when it is not there, fails, or does not end within COMMAND_S."""
-    path = os.pathsep.join(filter(None, (os.environ.get("PATH", ""), SYSTEM_FOLDERS)))
-    program = shutil.which(words[0], path=path)
+    program = find_program(words[0])
     if program is None:
         return ""
     try:
@@ -33,6 +32,11 @@ def ask(words: Sequence[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
+
+
+def find_program(name: str) -> str | None:
+    path = os.pathsep.join(filter(None, (os.environ.get("PATH", ""), SYSTEM_FOLDERS)))
+    return shutil.which(name, path=path)
 
 
 @functools.cache

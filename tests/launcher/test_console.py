@@ -101,3 +101,13 @@ def test_the_status_of_a_mesh_that_is_not_ready_gives_the_reason_and_both_rank_n
     )
     assert lines[0] == "m: not ready: rank 1 is gone"
     assert "0 (RANK 1)" in lines[-1] and "mac2 *" in lines[-1] and "0.5 s" in lines[-1]
+
+
+def test_the_status_tells_what_holds_hosts_awake_and_what_happened_to_them() -> None:
+    hosts = [
+        {"host": "mac1", "state": "serving", "awake": "by caffeinate (pid 7)", "events": []},
+        {"host": "mac2", "state": "serving", "events": ["05:10: the machine slept for 312 s"]},
+    ]
+    lines = status_lines({"name": "x", "ready": True}, {"ranks": [], "hosts": hosts})
+    assert "held awake: mac1 by caffeinate (pid 7)" in lines
+    assert "mac2: 05:10: the machine slept for 312 s" in lines
