@@ -150,7 +150,9 @@ def _failed(host: str, base: str, answer: dict[str, Any]) -> HostFault:
     said = str(answer["failed"])
     if answer["step"] == "environment":
         fix = "remove that folder, or name another one with --python"
-        if "ensurepip" in said:
+        if "returned non-zero" in said:
+            fix = f"see there what `{base} -m venv DIR` says"
+        if "ensurepip is not available" in said:
             fix = f"run there: apt-get install python{MINOR}-venv"
         return HostFault(host, "interpreter", f"{base} makes no environment ({said})", fix)
     fix = (

@@ -100,6 +100,8 @@ def transcript(mac: Mac) -> dict[str, str]:
     """Command line -> what it prints."""
     return {
         "uname": "Darwin\n",
+        "uname -r": "25.2.0\n",
+        "uname -rs": "Darwin 25.2.0\n",
         "uname -s": "Darwin\n",
         "uname -m": "x86_64\n" if mac.is_translated else "arm64\n",
         "sysctl -n sysctl.proc_translated": f"{int(mac.is_translated)}\n",

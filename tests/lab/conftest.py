@@ -25,6 +25,7 @@ def load(path: Path) -> ModuleType:
 
 
 netlab = load(HERE / "netlab.py")
+mac_programs = load(HERE / "mac_programs.py")
 pretended = load(HERE.parent / "launcher" / "conftest.py")
 fake_python = pretended.fake_python
 
@@ -61,3 +62,35 @@ def lab(lab_reason: str, tmp_path: Path) -> Iterator[Any]:
             "echo Hello from a profile; echo '{}'; PATH=/nowhere; cd /proc\n"
         )
         yield made
+
+
+@pytest.fixture
+def lab_wheels() -> ModuleType:
+    """See wheels.py: a package index in a folder."""
+    return load(HERE / "wheels.py")
+
+
+@pytest.fixture
+def mac_lab(lab_reason: str, tmp_path: Path, macs: ModuleType) -> Iterator[Any]:
+    """Makes labs of imagined Macs: `mac_lab("tb5-2")`, with a cable wherever they have one."""
+    if lab_reason:
+        pytest.skip(lab_reason)
+    opened = []
+
+    def make(name: str) -> Any:
+        made = macs.fixtures()[name]
+        lab = netlab.Lab(tmp_path / "lab", len(made))
+        lab.__enter__()
+        opened.append(lab)
+        for host, mac in zip(lab.hosts, made, strict=True):
+            services = [
+                [service.name, service.port, service.device] for service in macs.report_of(mac).services
+            ]
+            mac_programs.place(lab.programs(host), macs.transcript(mac), mac.is_bridged, services)
+        for (one, port), (other, peer) in made[0].cables:
+            lab.join(f"mac{one}", f"en{port + 1}", f"mac{other}", f"en{peer + 1}")
+        return lab
+
+    yield make
+    for lab in opened:
+        lab.stop()

@@ -71,6 +71,10 @@ class Lab:
     def home(self, host: str) -> Path:
         return self.folder / host / "home"
 
+    def programs(self, host: str) -> Path:
+        """A folder that is first on that host's PATH, also over SSH."""
+        return self.folder / host / "bin"
+
     def namespace(self, host: str) -> str:
         return f"{self._tag}-{host}"
 
@@ -78,7 +82,8 @@ class Lab:
 
     def start(self, host: str, words: Sequence[object]) -> subprocess.Popen[str]:
         """A process on a host, with that host's home and a plain environment."""
-        environment = {"HOME": str(self.home(host)), "PATH": PATH, "USER": "root", "LANG": "C.UTF-8"}
+        path = f"{self.programs(host)}:{PATH}"
+        environment = {"HOME": str(self.home(host)), "PATH": path, "USER": "root", "LANG": "C.UTF-8"}
         return subprocess.Popen(
             self._inside(host, words),
             stdin=subprocess.DEVNULL,
@@ -139,6 +144,19 @@ class Lab:
         names = {str(path.relative_to(home)) for path in home.rglob("*") if not path.is_dir()}
         return {name for name in names if not name.startswith((".ssh/", ".bashrc"))}
 
+    def join(self, one: str, interface: str, other: str, peer: str) -> None:
+        """A cable between two hosts, with an interface at each end that has no address yet."""
+        self._ip(
+            *("-n", self.namespace(one), "link", "add", interface, "type", "veth"),
+            *("peer", "name", peer, "netns", self.namespace(other)),
+        )
+        for host, name in ((one, interface), (other, peer)):
+            self._ip("-n", self.namespace(host), "link", "set", name, "up")
+
+    def give_address(self, host: str, interface: str, address: str) -> None:
+        """`address` with prefix, as in "10.9.0.1/24"."""
+        self._ip("-n", self.namespace(host), "addr", "add", address, "dev", interface)
+
     def cut(self, host: str) -> None:
         """Take a host off the bridge: nobody is told, packets just vanish."""
         self._ip("-n", self._switch, "link", "set", host, "nomaster")
@@ -184,6 +202,7 @@ class Lab:
             Path("/etc/netns") / self.namespace(host),
             self.namespace(host),
         )
+        self.programs(host).mkdir()
         ssh = self.home(host) / ".ssh"
         ssh.mkdir(parents=True, mode=0o700)
         for name in ("user_key", "user_key.pub"):
@@ -211,6 +230,7 @@ class Lab:
         config.write_text(
             f"Port 22\nHostKey {folder}/host_key\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder}/user_key.pub\n"
+            f"SetEnv PATH={self.programs(host)}:{PATH}\n"
             "StrictModes no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\nUsePAM no\n"
             "KbdInteractiveAuthentication no\nUseDNS no\n"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mlx_mesh.mesh.interfaces import Interface, LinkClass
 from mlx_mesh.mesh.messages import (
     AgentBeat,
     EngineFailed,
@@ -20,8 +21,8 @@ from mlx_mesh.mesh.messages import (
     RankExited,
 )
 from mlx_mesh.mesh.topology import AddressPlan
-from mlx_mesh.mesh.types import PROTOCOL_VERSION, HostFacts, Phase, Versions
-from mlx_mesh.node.gathering import mismatch
+from mlx_mesh.mesh.types import PROTOCOL_VERSION, Backend, HostFacts, Phase, Versions
+from mlx_mesh.node.gathering import backend_of, mismatch, plan_links
 from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
 from mlx_mesh.node.status import rank_rows
 
@@ -224,3 +225,41 @@ def test_a_failed_rank_says_so_whatever_it_reached() -> None:
     books.ranks[0].take(EngineFailed(phase=Phase.READY, kind="memory", message="no memory"), 2.0)
     row = rank_rows(books, None, AddressPlan(), epoch=1, now=3.0)[0]
     assert row.phase is Phase.FAILED
+
+
+# ---------------------------------------------------------------- links
+
+
+def on_two_networks(number: int) -> HostFacts:
+    """A slow Ethernet and a Thunderbolt cable."""
+    kinds = {"en0": LinkClass.ETHERNET, "en2": LinkClass.THUNDERBOLT}
+    nets = {"en0": f"10.0.0.{number}", "en2": f"10.9.0.{number}"}
+    return msgspec.structs.replace(
+        FACTS,
+        addresses=tuple(nets.values()),
+        interfaces=tuple(
+            Interface(name=name, link_class=kinds[name], evidence=name, addresses=(f"{nets[name]}/24",))
+            for name in kinds
+        ),
+    )
+
+
+@pytest.mark.parametrize(("rules", "interface"), [((), "en2"), (("^en2",), "en0"), (("en0",), "en0")])
+def test_the_links_of_an_epoch_keep_to_the_rules_of_each_host(rules: tuple[str, ...], interface: str) -> None:
+    books = roster(HostPlan(name="mac1", interfaces=rules), HostPlan(name="mac2", interfaces=rules))
+    for number, seat in enumerate(books.seats, 1):
+        joined = join(seat.host, address=f"10.0.0.{number}", facts=on_two_networks(number))
+        seat.member = Member(peer=b"p%d" % number, join=joined, beat_at=0.0)
+    plan = plan_links(books, Backend.RING)
+    assert {link.listens.interface for link in plan.links.values()} == {interface}
+    assert backend_of(books).reason == "mac1 has no Thunderbolt port that tells of itself"
+
+
+def test_what_an_agent_tells_of_its_host_is_in_the_books() -> None:
+    books = roster()
+    seat = books.seats[1]
+    member = Member(peer=b"p", join=join("mac2"), beat_at=0.0)
+    seat.member = member
+    beat = AgentBeat(seq=1, awake="by caffeinate (pid 7)", events=("05:10: it slept",))
+    books.note_agent_beat(seat, member, beat, 1.0)
+    assert (member.awake, member.events) == ("by caffeinate (pid 7)", ("05:10: it slept",))
