@@ -322,32 +322,30 @@ def merge(sightings: Iterable[Sighting], own: Announcement) -> list[FoundHost]:
     identity without a common address is two hosts, both refused: one disk or key was copied to the other.
     What the cache has of a host that was seen as well is dropped.
     """
-    groups: list[list[Sighting]] = []
+    sightings = list(sightings)
+    live: list[list[Sighting]] = []
     for sighting in sightings:
-        touching = [group for group in groups if any(_same_host(sighting, other) for other in group)]
-        groups = [group for group in groups if group not in touching]
-        groups.append([each for group in touching for each in group] + [sighting])
-    live = [fresh for group in groups if (fresh := [each for each in group if each.source != "cache"])]
+        if sighting.source == "cache":
+            continue
+        touching = [group for group in live if any(_are_of_one_host(sighting, other) for other in group)]
+        live = [group for group in live if group not in touching]
+        live.append([each for group in touching for each in group] + [sighting])
     known = [each.announcement for group in live for each in group]
     cached = [
-        group
-        for group in groups
-        if all(each.source == "cache" for each in group)
-        and not any(_replaces(other, group[0].announcement) for other in known)
+        [each]
+        for each in sightings
+        if each.source == "cache" and not any(_replaces(other, each.announcement) for other in known)
     ]
     rows = [_row(group, own, _copies(group, live)) for group in [*live, *cached]]
     return sorted(rows, key=lambda row: (row.name, row.addresses))
 
 
-def _same_host(one: Sighting, other: Sighting) -> bool:
+def _are_of_one_host(one: Sighting, other: Sighting) -> bool:
     a, b = one.announcement, other.announcement
     if a.run == b.run:
         return True
-    if not _shares_identity(a, b) and (a.host != b.host or (a.has_identity and b.has_identity)):
-        return False
-    if "cache" in (one.source, other.source):  # its addresses may be others by now
-        return one.source == other.source or a.host == b.host
-    return bool(set(a.addresses) & set(b.addresses))
+    shares_name = a.host == b.host and not (a.has_identity and b.has_identity)
+    return (shares_name or _shares_identity(a, b)) and bool(set(a.addresses) & set(b.addresses))
 
 
 def _shares_identity(a: Announcement, b: Announcement) -> bool:

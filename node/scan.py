@@ -53,7 +53,7 @@ from mlx_mesh.node.peers import read_peers, remember
 from mlx_mesh.node.run_file import state_root
 from mlx_mesh.node.system import is_mac
 
-ASK_AT_S = (0.0, 0.5, 1.5, 3.5, 7.5, 15.0, 30.0)
+ASK_AT_S = (0.0, 0.3, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
 """When the question is asked: some datagrams are lost."""
 
 MAX_DATAGRAMS = 2000  # of one interface
@@ -124,7 +124,7 @@ class Asker:
     def __init__(self, interface: Interface) -> None:
         self._interface = interface
         self._network = ipaddress.IPv4Interface(interface.addresses[0])
-        self.query_id = secrets.randbelow(0xFFFF) + 1
+        self.query_ids: set[int] = set()
         self._texts: dict[str, tuple[dict[str, str], str]] = {}  # instance: strings, sender
         self._ports: dict[str, int] = {}
         self._rejected: Counter[tuple[str, str]] = Counter()
@@ -154,7 +154,10 @@ class Asker:
     def ask(self) -> None:
         if self.sock is None:
             return
-        query = DNSOutgoing(_FLAGS_QR_QUERY, multicast=False, id_=self.query_id)
+        # Each under an id of its own: responders take no notice of the same datagram within a second.
+        query_id = secrets.randbelow(0xFFFF) + 1
+        self.query_ids.add(query_id)
+        query = DNSOutgoing(_FLAGS_QR_QUERY, multicast=False, id_=query_id)
         query.add_question(DNSQuestion(SERVICE, _TYPE_PTR, _CLASS_IN))
         try:
             for packet in query.packets():
@@ -194,7 +197,7 @@ class Asker:
         packet = DNSIncoming(data, (sender, _MDNS_PORT))
         if not packet.valid or not packet.is_response():
             raise RecordRejected("not an answer of DNS")
-        if packet.id not in (0, self.query_id):
+        if packet.id not in self.query_ids:
             raise RecordRejected("an answer to another question")
         records = packet.answers()
         names = {

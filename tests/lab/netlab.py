@@ -157,6 +157,12 @@ class Lab:
         """`address` with prefix, as in "10.9.0.1/24"."""
         self._ip("-n", self.namespace(host), "addr", "add", address, "dev", interface)
 
+    def copy_identity(self, source: str, host: str) -> None:
+        """As if one's disk had been cloned to the other: the same SSH host key."""
+        key = "ssh/ssh_host_ed25519_key.pub"
+        etc = Path("/etc/netns")
+        shutil.copy(etc / self.namespace(source) / key, etc / self.namespace(host) / key)
+
     def cut(self, host: str) -> None:
         """Take a host off the bridge: nobody is told, packets just vanish."""
         self._ip("-n", self._switch, "link", "set", host, "nomaster")
@@ -218,6 +224,8 @@ class Lab:
         names = "".join(f"{self.address(other)} {other} {other}.local\n" for other in self.hosts)
         (etc / "hosts").write_text("127.0.0.1 localhost\n" + names)
         (etc / "resolv.conf").write_text("# no name server in the lab\n")
+        (etc / "ssh").mkdir()
+        shutil.copy(folder / "host_key.pub", etc / "ssh" / "ssh_host_ed25519_key.pub")
         self._ip("netns", "add", space)
         self._ip(
             "-n", self._switch, "link", "add", host, "type", "veth", "peer", "name", "en0", "netns", space

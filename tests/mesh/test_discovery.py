@@ -297,6 +297,12 @@ def test_a_copied_key_is_a_copied_host_even_under_one_name(field: str, told: str
     assert [row.verdict.what for row in rows] == ["duplicate", "duplicate"] and told in rows[0].verdict.reason
 
 
+def test_copies_are_copies_also_when_both_were_seen_before() -> None:
+    pair = [said(1), said(2, ssh=said(1).ssh)]
+    for sightings in (seen(*pair) + seen(*pair, source="cache"), seen(*pair, source="cache") + seen(*pair)):
+        assert what(merge(sightings, OWN)) == {"mac1": "duplicate", "mac2": "duplicate"}
+
+
 def test_a_copy_of_this_host_is_refused_and_this_host_is_told_as_itself() -> None:
     mine = replace(OWN, run="e" * 16, role="agent", key=print_of("Z"), port=17864)
     assert what(merge(seen(mine), OWN)) == {"mac9": "self"}

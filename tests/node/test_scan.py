@@ -41,6 +41,7 @@ from mlx_mesh.node.scan import Asker
 
 VERSIONS = Versions(mlx_mesh="1", mlx="1", mlx_lm="1", python="3", protocol=1)
 KEY = "SHA256:" + "k" * 43
+QUERY_ID = 4711
 
 
 def said(number: int = 2) -> Announcement:
@@ -84,13 +85,14 @@ def asker() -> Asker:
     made = Asker(
         Interface(name="lo", link_class=LinkClass.LOOPBACK, evidence="x", addresses=("127.0.0.1/8",))
     )
+    made.query_ids = {QUERY_ID}
     made.close()  # what comes is handed to it
     return made
 
 
 def test_an_answer_is_a_sighting(asker: Asker) -> None:
-    asker.hear(packet(asker.query_id), "127.0.0.2")
-    asker.hear(packet(asker.query_id), "127.0.0.2")
+    asker.hear(packet(QUERY_ID), "127.0.0.2")
+    asker.hear(packet(QUERY_ID), "127.0.0.2")
     (sighting,) = asker.sightings()
     assert sighting.announcement == said()
     assert (sighting.source, sighting.interface, sighting.sender) == ("multicast", "lo", "127.0.0.2")
@@ -111,20 +113,20 @@ def test_what_is_not_used_is_told_with_its_sender_and_why(
     asker: Asker, change: dict[str, object], sender: str, reason: str
 ) -> None:
     for _ in range(2):
-        asker.hear(packet(asker.query_id, **change), sender)  # type: ignore[arg-type]
+        asker.hear(packet(QUERY_ID, **change), sender)  # type: ignore[arg-type]
     assert asker.sightings() == []
     (rejected,) = asker.told().rejected
     assert rejected.reason.startswith(reason) and rejected.sender == sender
 
 
 def test_an_answer_to_another_question_is_none(asker: Asker) -> None:
-    asker.hear(packet(asker.query_id % 0xFFFF + 1), "127.0.0.2")
+    asker.hear(packet(QUERY_ID + 1), "127.0.0.2")
     assert asker.told().rejected == (Rejected(sender="127.0.0.2", reason="an answer to another question"),)
 
 
 def test_who_says_goodbye_is_not_there(asker: Asker) -> None:
-    asker.hear(packet(asker.query_id), "127.0.0.2")
-    asker.hear(packet(asker.query_id, ttl=0), "127.0.0.2")
+    asker.hear(packet(QUERY_ID), "127.0.0.2")
+    asker.hear(packet(QUERY_ID, ttl=0), "127.0.0.2")
     assert asker.sightings() == []
 
 
@@ -137,7 +139,7 @@ def test_noise_is_rejected(asker: Asker, noise: bytes) -> None:
 def test_there_is_an_end_to_what_one_scan_takes(asker: Asker) -> None:
     for number in range(MAX_HOSTS + 5):
         strings = format_txt(said()) | {"run": f"{number:016x}"}
-        asker.hear(packet(asker.query_id, name=f"mac{number}", strings=strings), "127.0.0.2")
+        asker.hear(packet(QUERY_ID, name=f"mac{number}", strings=strings), "127.0.0.2")
     assert len(asker.sightings()) == MAX_HOSTS
     assert asker.told().rejected == (
         Rejected(sender="127.0.0.2", reason=f"more than {MAX_HOSTS} announcements", count=5),
