@@ -37,7 +37,7 @@ from mlx_mesh.launcher.pairing import (
     binding,
     check_secret,
 )
-from mlx_mesh.launcher.pairings import Pairings, fingerprint_of
+from mlx_mesh.launcher.pairings import PairedHost, Pairings, fingerprint_of
 from mlx_mesh.launcher.ssh import Route, SshHost
 from mlx_mesh.launcher.ssh_config import SshSettings
 from mlx_mesh.launcher.ssh_connect import in_words
@@ -60,7 +60,8 @@ class Greeting:
 def connect(name: str, route: AgentRoute, environment: Mapping[str, str]) -> SshHost:
     """Come in. Raises HostFault: connect, "host key" (another one answers) or auth (not paired)."""
     pairings = Pairings(environment)
-    is_kept = any(host.key == route.key for host in pairings.hosts())
+    kept = next((host for host in pairings.hosts() if host.key == route.key), None)
+    is_kept = kept is not None
     secret = check_secret(environment.get(SECRET_VARIABLE, ""))
     if not is_kept and not secret:
         raise _not_paired(name)
@@ -75,7 +76,7 @@ def connect(name: str, route: AgentRoute, environment: Mapping[str, str]) -> Ssh
                 f"no pairing by {SECRET_VARIABLE}: {str(error).rstrip('.')}",
                 f"give both hosts the same secret, or pair with a code: mlx-mesh discover --pair {name}",
             ) from error
-    transport = _open(name, route)
+    transport = _open_somewhere(name, route, kept)
     try:
         _log_in(name, transport, own)
         settings = _settings(route)
@@ -83,6 +84,20 @@ def connect(name: str, route: AgentRoute, environment: Mapping[str, str]) -> Ssh
     except BaseException:
         transport.close()
         raise
+
+
+def _open_somewhere(name: str, route: AgentRoute, kept: PairedHost | None) -> paramiko.Transport:
+    """At the address of the route, else where a paired host was found since: it may have moved. Raises the
+    first HostFault."""
+    others = [] if kept is None else [(address, kept.port) for address in kept.addresses]
+    places = list(dict.fromkeys([(route.address, route.port), *others]))
+    faults: list[HostFault] = []
+    for address, port in places:
+        try:
+            return _open(name, AgentRoute(address=address, port=port, key=route.key))
+        except HostFault as fault:
+            faults.append(fault)
+    raise faults[0]
 
 
 def _log_in(name: str, transport: paramiko.Transport, own: paramiko.PKey) -> None:

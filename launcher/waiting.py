@@ -1,9 +1,8 @@
 """`mlx-mesh agent`: a host that waits for its launchers.
 
 An SSH server that knows no user of the system and no shell. Who has a paired key may run what this host's
-own mlx-mesh consists of, an agent of a mesh or one of the small programs of `launcher.programs`, and nothing
-else. Everybody else may say hello, or pair with a code or a secret. A connection that ends takes what it
-started with it.
+own mlx-mesh consists of, an agent of a mesh or one of a few small programs, and nothing else. Everybody else
+may say hello, or pair with a code or a secret. A connection that ends takes what it started with it.
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ from mlx_mesh.mesh.errors import MeshError, SettingsError
 
 MAX_CONNECTIONS = 32
 MAX_STRANGERS = 8  # connections that have not proven anything yet, and guests
+ACCEPT_S = 0.5
 AUTH_S = 20.0  # from the connection to the proof of a key
 GUEST_S = 60.0  # then a guest is sent away
 PING_S = 5.0
@@ -66,6 +66,9 @@ END_S = 20.0
 
 MAX_PROGRAM_BYTES = 1 << 20
 MAX_SECRET_LAUNCHERS = 64
+
+PROGRAMS = ("facts_probe", "processes", "tail_log")
+"""Of `launcher.programs`, what a mesh needs; another one installs software, which is no launcher's matter."""
 
 _MODULE = re.compile(r"mlx_mesh\.node(\.[a-z_]+)*")
 
@@ -91,24 +94,27 @@ def own_words(command: str) -> list[str]:
 
 
 def check_program(text: bytes) -> None:
-    """Raises NotOurs unless it is, to the letter, one of this host's own `launcher.programs`, called with two
-    texts."""
-    for file in resources.files("mlx_mesh.launcher.programs").iterdir():
-        if not file.name.endswith(".py"):
-            continue
-        source = file.read_bytes()
-        if source and text.startswith(source + b"\n\nmain("):
-            call = text[len(source) + 2 :].decode("utf-8", "replace").strip()
-            with contextlib.suppress(SyntaxError, ValueError):
-                parsed = ast.parse(call, mode="eval").body
-                if (
-                    isinstance(parsed, ast.Call)
-                    and not parsed.keywords
-                    and len(parsed.args) == 2
-                    and all(isinstance(ast.literal_eval(argument), str) for argument in parsed.args)
-                ):
-                    return
+    """Raises NotOurs unless it is one of PROGRAMS, to the letter as it is here, called with two texts."""
+    for name in PROGRAMS:
+        source = resources.files("mlx_mesh.launcher.programs").joinpath(f"{name}.py").read_bytes()
+        if text.startswith(source + b"\n\nmain(") and _is_plain_call(text[len(source) + 2 :]):
+            return
     raise NotOurs("a program that this host's mlx-mesh does not have: install the same version on both hosts")
+
+
+def _is_plain_call(text: bytes) -> bool:
+    """`main('...', '...')`, and nothing around it."""
+    try:
+        parsed = ast.parse(text.decode("utf-8").strip("\n"), mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    return (
+        isinstance(parsed, ast.Call)
+        and isinstance(parsed.func, ast.Name)
+        and not parsed.keywords
+        and len(parsed.args) == 2
+        and all(isinstance(each, ast.Constant) and isinstance(each.value, str) for each in parsed.args)
+    )
 
 
 class Waiting:
@@ -144,6 +150,7 @@ class Waiting:
     def listen(self, address: str, port: int) -> int:
         """Returns the port. Raises SettingsError."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.settimeout(ACCEPT_S)  # closing a socket does not end a wait for it everywhere
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((address, port))
@@ -165,6 +172,8 @@ class Waiting:
         while not self._is_stopping.is_set():
             try:
                 sock, (address, port) = self._socket.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 if self._is_stopping.is_set():
                     return
@@ -189,9 +198,9 @@ class Waiting:
     def stop(self) -> None:
         """Close the door, end every connection, and with it what it started."""
         self._is_stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * ACCEPT_S)
         if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept() on Linux
             self._socket.close()
         with self._lock:
             connections = list(self._connections)

@@ -249,6 +249,18 @@ def test_a_port_that_is_no_agent_s_is_told() -> None:
             greet("mac2", "127.0.0.1", port)
 
 
+def test_a_paired_host_that_moved_is_found_where_it_was_seen_since(host: Host, code: OneTimeCode) -> None:
+    host.pair(code)
+    there = PairedHost(
+        name="mac2", key=host.route.key, addresses=("127.0.0.1",), port=host.route.port, paired_at=0.0
+    )
+    host.route = AgentRoute(address="127.0.0.1", port=9, key=host.route.key)
+    with pytest.raises(HostFault, match="port 9: Connection refused"):
+        host.enter()
+    host.own.keep_host(there)
+    host.enter().close()
+
+
 # ---------------------------------------------------------------- guests
 
 
@@ -371,6 +383,10 @@ def test_it_is_this_host_s_own_interpreter_that_runs_them() -> None:
         lambda text: text + b"\nprint(1)",
         lambda text: text.replace(b"main('m'", b"main(print(1) or 'm'"),
         lambda text: text.replace(b"main('m'", b"end('m'"),
+        lambda text: text.rstrip() + b"('x', 'y')\n",
+        lambda text: text.replace(b"main('m'", b"main('m' + 'n'"),
+        lambda text: text.replace(b"main('m'", b"main('m\xff'"),
+        lambda text: program_source("environment", "m", {"do": "install"}),
         lambda text: text.rpartition(b"\n\nmain(")[0],
         lambda text: text.replace(b"def main", b"def  main"),
         lambda text: b"\n\nmain('a', 'b')\n",
