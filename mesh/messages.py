@@ -934,6 +934,8 @@ class Readiness(Message, frozen=True):
     num_replicas: int = 1
     num_ready: int = 0  # of these
     code: str = ""  # of the refusals while it is not ready, '' = not_ready
+    media: tuple[str, ...] = ()  # what prompts may hold beside text: "image"; known from the first epoch on
+    media_refusal: str = ""  # why images are refused although the model has a tower
 
 
 class Drain(Message, frozen=True):
@@ -964,7 +966,6 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_prefixes_per_key: bool = False  # clients with different API keys share none
     kv_bits: int = 0  # 0 = keys and values are not quantised
     kv_group_size: int = 0
-    media: tuple[str, ...] = ()  # what the model takes beside text: () or ("image",)
     allowed_media_domains: tuple[str, ...] = ()  # hosts that images may be fetched from; () = none
 
 

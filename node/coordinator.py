@@ -522,6 +522,8 @@ class Coordinator:
             self._kv_budget(),
             world_size=self.roster.world_size,
             lineup=lineup,
+            media=self._footprint.media if self._footprint is not None else (),
+            media_refusal=self._footprint.media_refusal if self._footprint is not None else "",
         )
         if num_again:
             self._output.note(f"admitted {num_again} open requests again")

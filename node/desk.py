@@ -89,9 +89,11 @@ class Desk:
         *,
         world_size: int = 0,
         lineup: str = "",
+        media: tuple[str, ...] = (),
+        media_refusal: str = "",
     ) -> int:
         """All ranks of `epoch` are ready: admit what is open and take new requests. Returns how many were
-        open. `world_size` 0: as before; `lineup`: see Readiness."""
+        open. `world_size` 0: as before; `lineup`, `media`, `media_refusal`: see Readiness."""
         self._owed_since = self._now()
         self._is_waiting_room = True
         self._announce(
@@ -103,6 +105,8 @@ class Desk:
                 epoch=epoch,
                 kv=kv or KvBudget(),
                 lineup=lineup,
+                media=media,
+                media_refusal=media_refusal,
             )
         )
         self._admit()

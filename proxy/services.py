@@ -34,7 +34,7 @@ class Services:
     media: MediaDesk = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "media", MediaDesk(self.config, self.tokenizer))
+        object.__setattr__(self, "media", MediaDesk(self.config, self.tokenizer, self.client))
 
     @property
     def fingerprint(self) -> str:

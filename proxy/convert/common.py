@@ -17,7 +17,7 @@ from mlx_mesh.proxy.convert.structure import ANY_FORM, Form, grammar_of
 from mlx_mesh.proxy.convert.tool_turns import for_template
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.markup import Markup, Region
-from mlx_mesh.proxy.media.picture import Picture
+from mlx_mesh.proxy.media.picture import Picture, pictures_of
 from mlx_mesh.proxy.media.pixels import NO_BOUNDS, PixelBounds
 from mlx_mesh.proxy.media.placing import check_count, place
 from mlx_mesh.proxy.metrics import Metrics
@@ -133,17 +133,20 @@ async def encode_job(
     if job.continues_last:
         options |= {"add_generation_prompt": False, "continue_final_message": True}
     messages = for_template(job.messages, tokenizer)
-    if media.mark is None:
+    mark = media.mark
+    if mark is None:
+        for picture in pictures_of(messages):  # of a stored response, or the model went in this moment
+            raise media.parts.unsupported(picture.param, "image")
         return await tokenizer.encode_chat(messages, limit=limit, template_options=options), ()
-    placed = place(messages, media.mark)
+    placed = place(messages, mark)
     await media.read(placed.pictures, job.num_choices, services.metrics)
     encoded = await tokenizer.encode_chat(
         placed.turns,
         limit=limit,
-        template_options=media.mark.harmless(options),
-        is_shared=lambda text: not (placed.pictures and media.mark and media.mark.count(text)),
+        template_options=mark.harmless(options),
+        is_shared=lambda text: not (placed.pictures and mark.count(text)),
     )
-    check_count(encoded.text, media.mark, placed.pictures)
+    check_count(encoded.text, mark, placed.pictures)
     return encoded, placed.pictures
 
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 
 from mlx_mesh.mesh.messages import ProxyConfig
+from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.proxy.errors import invalid
 from mlx_mesh.proxy.media.addresses import UrlRefused
 from mlx_mesh.proxy.media.data_urls import is_data_url, read_base64, read_data_url
@@ -20,34 +21,51 @@ from mlx_mesh.proxy.media.picture import Picture, broken
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
+_INSTALL = (
+    "this model takes images, but Pillow is missing on the leader: `pip install 'mlx-mesh[vision]'` there "
+    "and start the mesh again"
+)
+_NO_PLACE = (
+    "this model takes images, but its chat template has no place for one; give one that has with "
+    "--chat-template"
+)
 _FETCHES = 4
 """Pictures of one request that are fetched at once."""
 
 
 class MediaDesk:
-    """Built once, for one model. `mark` is None where no pictures are taken."""
+    """Built once, for one model. Whether that takes images is known when the mesh is ready."""
 
-    def __init__(self, config: ProxyConfig, tokenizer: ModelTokenizer) -> None:
-        self.mark: ImageMark | None = None
+    def __init__(self, config: ProxyConfig, tokenizer: ModelTokenizer, client: CoordinatorClient) -> None:
         self.fetcher = Fetcher(frozenset(config.allowed_media_domains))
-        self._in_thread = tokenizer.in_thread
-        refusal = "this model takes text only"
-        if "image" in config.media:
-            refusal = _missing_library()
-        if not refusal:
-            known = read_known_marks(tokenizer.folder, tokenizer.added_tokens)
-            self.mark = find_mark(tokenizer.render, known)
-            if self.mark is None:
-                refusal = (
-                    "this model takes images, but its chat template has no place for one; give one that has "
-                    "with --chat-template"
-                )
-        self.parts = PartReader(refusal)
+        self._tokenizer = tokenizer
+        self._client = client
+        self._missing = "" if can_read() else _INSTALL
 
     @property
     def refusal(self) -> str:
-        """'' or why no pictures are taken."""
-        return self.parts.refusal
+        """'' or why no images are taken."""
+        readiness = self._client.readiness
+        if "image" not in readiness.media:
+            return readiness.media_refusal.rstrip(".") or "this model takes text only"
+        if self._missing:
+            return self._missing
+        return "" if self._found_mark is not None else _NO_PLACE
+
+    @property
+    def mark(self) -> ImageMark | None:
+        """None where no images are taken."""
+        return None if self.refusal else self._found_mark
+
+    @functools.cached_property
+    def _found_mark(self) -> ImageMark | None:
+        known = read_known_marks(self._tokenizer.folder, self._tokenizer.added_tokens)
+        return find_mark(self._tokenizer.render, known)
+
+    @property
+    def parts(self) -> PartReader:
+        """Reads the parts of a request that comes now."""
+        return PartReader(self.refusal)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -69,7 +87,7 @@ class MediaDesk:
         files: list[tuple[Picture, bytes]] = []
         for picture in new:
             given = fetched.get(id(picture))
-            data = await self._in_thread(functools.partial(_read, picture, given))
+            data = await self._tokenizer.in_thread(functools.partial(_read, picture, given))
             total += len(data)
             _check_total(picture, total, num_choices)
             files.append((picture, data))
@@ -136,12 +154,3 @@ def _check_total(picture: Picture, total: int, num_choices: int) -> None:
             f"{MAX_SEQUENCE_BYTES}.",
             param="n",
         )
-
-
-def _missing_library() -> str:
-    if can_read():
-        return ""
-    return (
-        "this model takes images, but Pillow is missing on the leader: `pip install 'mlx-mesh[vision]'` "
-        "there and start the mesh again"
-    )

@@ -182,7 +182,7 @@ def seeing_front(
         yield TokenChunk(id="", token_ids=ids, finish_reason="stop")
 
     with _front_ends(seer, model_folder) as start:
-        yield start(script, media=("image",))
+        yield start(script, coordinator={"media": ("image",)})
 
 
 @pytest.fixture(scope="session")
@@ -202,6 +202,8 @@ class ScriptedCoordinator:
     world_size: int = 2
     context_length: int = 512
     kv: KvBudget = field(default_factory=KvBudget)
+    media: tuple[str, ...] = ()
+    media_refusal: str = ""
     requests: list[GenerateRequest] = field(default_factory=list)
     cancelled: queue.Queue[str] = field(default_factory=queue.Queue)
     answers_status: bool = True
@@ -275,6 +277,8 @@ class ScriptedCoordinator:
                 context_length=self.context_length,
                 epoch=1,
                 kv=self.kv,
+                media=self.media,
+                media_refusal=self.media_refusal,
                 code=code,
             )
         )

@@ -88,6 +88,7 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 FIRST = "messages[0].content[0]"
+SEES = {"media": ("image",)}
 
 
 def last_request(front: Any) -> GenerateRequest:
@@ -238,7 +239,7 @@ def test_tools_go_with_pictures(
 ) -> None:
     """A template that reads text only: the mark is written into it."""
     model = model_with(families.template_of(families.FAMILIES["json_tools"]))
-    front = start_front(saying(ids_of("ok")), model=model, media=("image",))
+    front = start_front(saying(ids_of("ok")), model=model, coordinator=SEES)
     tool = {
         "type": "function",
         "function": {"name": "look", "description": "about <image>", "parameters": {}},
@@ -374,7 +375,7 @@ def test_a_picture_that_the_engine_refuses_is_a_400_naming_the_part(
     async def refuse(request: GenerateRequest) -> AsyncIterator[TokenChunk | Failed]:
         yield Failed(id="", code="invalid_image", message="no pixels are left", param=param)
 
-    front = start_front(refuse, model=seer, media=("image",))
+    front = start_front(refuse, model=seer, coordinator=SEES)
     for stream in (False, True):
         response = front.post(CHAT, {"messages": [user(image_url(RED), image_url(RED))], "stream": stream})
         error = response.json()["error"]
@@ -419,7 +420,7 @@ def test_pictures_by_url_from_an_allowed_host(
     hosts = Hosts()
     monkeypatch.setattr(Fetcher, "fetch", lambda self, url: hosts.fetch(url))
     front = start_front(
-        saying(ids_of("ok")), model=seer, media=("image",), allowed_media_domains=("img.example",)
+        saying(ids_of("ok")), model=seer, coordinator=SEES, allowed_media_domains=("img.example",)
     )
 
     def by_url(name: str) -> dict[str, Any]:
@@ -474,7 +475,7 @@ def test_without_pillow_the_refusal_says_what_to_install(
     start_front: Any, saying: Any, ids_of: IdsOf, seer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desk_module, "can_read", lambda: False)
-    front = start_front(saying(ids_of("ok")), model=seer, media=("image",))
+    front = start_front(saying(ids_of("ok")), model=seer, coordinator=SEES)
     error = front.post(CHAT, {"messages": [user(image_url(RED))]}).json()["error"]
     assert error["code"] == "unsupported_media" and "pip install 'mlx-mesh[vision]'" in error["message"]
     assert front.chat("hello").status_code == 200
@@ -484,6 +485,16 @@ def test_a_template_without_a_place_refuses_pictures_and_says_so(
     start_front: Any, saying: Any, ids_of: IdsOf, model_with: Any
 ) -> None:
     template = "{% for m in messages %}{{ m.role }}{{ m.content | replace('<', '(') }}{% endfor %}"
-    front = start_front(saying(ids_of("ok")), model=model_with(template), media=("image",))
+    front = start_front(saying(ids_of("ok")), model=model_with(template), coordinator=SEES)
     error = front.post(CHAT, {"messages": [user(image_url(RED))]}).json()["error"]
     assert error["code"] == "unsupported_media" and "chat template has no place" in error["message"]
+
+
+def test_why_a_model_with_a_tower_takes_no_pictures(
+    start_front: Any, saying: Any, ids_of: IdsOf, seer: ModelTokenizer
+) -> None:
+    why = "it was started with --no-vision."
+    front = start_front(saying(ids_of("ok")), model=seer, coordinator={"media_refusal": why})
+    error = front.post(CHAT, chat(image_url(RED))).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_media", FIRST)
+    assert error["message"].endswith("; it was started with --no-vision.")
