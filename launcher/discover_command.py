@@ -16,6 +16,8 @@ from mlx_mesh.mesh.errors import MeshError, NotRunningError, SettingsError
 from mlx_mesh.mesh.placement import format_bytes
 
 MAX_CODE_CHARS = 64
+WATCH_S = 1.0
+"""From one look to the next, at least: when nothing can be asked, a look takes no time."""
 
 
 def lines(made: ScanReport, paired: Sequence[str]) -> list[str]:
@@ -105,7 +107,7 @@ def watch(at: Look, environment: Mapping[str, str]) -> Iterator[str]:
         if is_first and made.advice:
             yield from made.advice
         before, is_first = now, False
-        time.sleep(max(0.0, 1.0 - (time.monotonic() - began)))  # when nothing can be asked at all
+        time.sleep(max(0.0, WATCH_S - (time.monotonic() - began)))
 
 
 # ---------------------------------------------------------------- pairing

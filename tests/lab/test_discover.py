@@ -130,14 +130,10 @@ def test_hosts_are_seen_refused_as_copies_paired_and_serve(lab: Any, tiny_llama:
                 said = refused.process.stdout.read()
             assert "mac2 (10.77.0.2) and mac3 (10.77.0.3) have the same SSH host key" in said, said
             assert second.end() == ExitCode.OK
-        assert discover(lab)["mac2"]["verdict"]["what"] == "usable", "mac3 said goodbye"
-
         code = first.read_until(r"tries: (\d{4}-\d{4})")[1]
         wrong = pair(lab, "mac2", f"{(int(code.replace('-', '')) + 1) % 10**8:08d}")
         assert wrong.returncode == ExitCode.PREFLIGHT and "is not the one that mac2 has" in wrong.stdout
         first.read_until("10.77.0.1: not paired: root@mac1: it does not know the code")
-        with up(lab, tiny_llama) as refused:
-            assert refused.process.wait(LIMIT_S) == ExitCode.PREFLIGHT, "it was seen, and not paired"
         assert pair(lab, "mac2", code).returncode == ExitCode.OK
         again = pair(lab, "mac2", code)
         assert again.returncode == ExitCode.PREFLIGHT and "was used already" in again.stdout
@@ -151,7 +147,6 @@ def test_hosts_are_seen_refused_as_copies_paired_and_serve(lab: Any, tiny_llama:
             ]
             answer = lab.run("mac1", *MESH, "chat", "--prompt", "Hello", "--max-tokens", 4)
             assert answer.returncode == ExitCode.OK, answer.stdout
-            assert discover(lab)["mac2"]["meshes"] == ["discovered"]
             running.process.kill()
         meshes_are_gone(lab)
         first.read_until("the launcher is gone")
@@ -168,6 +163,7 @@ def test_an_agent_that_comes_back_is_used_again(lab: Any, tiny_llama: Path) -> N
             follower.read_until("Announced as mac3")
             with up(lab, tiny_llama, "--no-local", "--hosts", 2, secret=SECRET) as running:
                 running.read_until("discovered is ready")
+                assert discover(lab)["mac2"]["meshes"] == ["discovered"]
                 follower.end(signal.SIGKILL)
                 running.read_until("The SSH connection to mac3 was lost")
                 follower = Agent(lab, "mac3", secret=SECRET)

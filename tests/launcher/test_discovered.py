@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from mlx_mesh.launcher import discover_command, discovered
+from mlx_mesh.launcher import discover_command, discovered, waiting
 from mlx_mesh.launcher.agent_wire import Hello
 from mlx_mesh.launcher.discovered import Look, Wanted, find_mesh, look, split_address
 from mlx_mesh.launcher.pairing import OneTimeCode
@@ -221,14 +221,15 @@ def test_where_a_host_was_reached_is_kept_for_a_network_without_multicast(networ
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Callable[[Announcement], Announcement]]:
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Starts waiting agents on loopback that say what they are given, with their own port and key."""
+    monkeypatch.setattr(waiting, "ACCEPT_S", 0.02)
     started: list[Waiting] = []
 
     def start(announcement: Announcement, code: OneTimeCode | None = None) -> Announcement:
         pairings = Pairings({"XDG_STATE_HOME": str(tmp_path / f"agent{len(started)}")})
         told: dict[str, str] = {}
-        waiting = Waiting(
+        made = Waiting(
             key=pairings.key_of("agent"),
             pairings=pairings,
             code=code,
@@ -236,17 +237,17 @@ def agent(tmp_path: Path) -> Iterator[Callable[[Announcement], Announcement]]:
             hello=lambda: Hello(strings=told),
             say=lambda line: None,
         )
-        port = waiting.listen("127.0.0.1", 0)
-        shown = fingerprint_of(waiting.key) if announcement.key == said(2).key else announcement.key
+        port = made.listen("127.0.0.1", 0)
+        shown = fingerprint_of(made.key) if announcement.key == said(2).key else announcement.key
         announcement = replace(announcement, port=port, key=shown, interfaces=(wired("127.0.0.1/8"),))
         told.update(format_txt(announcement))
-        waiting.start()
-        started.append(waiting)
+        made.start()
+        started.append(made)
         return announcement
 
     yield start
-    for waiting in started:
-        waiting.stop()
+    for each in started:
+        each.stop()
 
 
 def test_an_address_is_asked_without_multicast(network: Network, agent: Any) -> None:
@@ -338,7 +339,8 @@ def test_nobody_is_told_with_advice(network: Network) -> None:
     assert "No host was seen." in told and "Local Network" in "\n".join(told)
 
 
-def test_changes_are_told_as_they_come(network: Network) -> None:
+def test_changes_are_told_as_they_come(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discover_command, "WATCH_S", 0.0)
     changes = discover_command.watch(Look(timeout_s=0.2), network.environment)
     network.has(said(2))
     assert next(changes) == "+ mac2 (127.0.0.2): not paired"

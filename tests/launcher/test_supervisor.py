@@ -41,6 +41,30 @@ class StartsNothing(LocalHost):
         raise HostFault(self.name, "connect", "the connection broke", "look at it")
 
 
+@pytest.mark.parametrize(
+    ("addresses", "asked", "announces"),
+    [
+        (("10.0.0.1", "10.0.0.2"), None, True),
+        (("10.0.0.1", "10.0.0.2"), False, False),
+        (("127.0.0.1", "127.0.0.1"), None, False),
+        (("10.0.0.1",), None, False),
+        (("127.0.0.1",), True, True),
+    ],
+)
+def test_agents_announce_a_mesh_of_several_hosts(
+    addresses: tuple[str, ...], asked: bool | None, announces: bool
+) -> None:
+    entries = tuple(HostEntry(name=f"mac{number}") for number in range(len(addresses)))
+    hosts = [
+        ReadyHost(entry, LocalHost(entry.name), sys.executable, "m", FACTS, address)
+        for entry, address in zip(entries, addresses, strict=True)
+    ]
+    config = LaunchConfig(name="studio", model="m", hosts=entries, announce=asked)
+    mesh = Supervisor(config, hosts, Console(io.StringIO()), lambda agents: None)
+    told = [mesh.agent_config(index, "").announce for index in range(len(hosts))]
+    assert told == [announces] * len(hosts)
+
+
 def test_an_agent_that_cannot_even_be_started_is_tried_again_after_longer_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

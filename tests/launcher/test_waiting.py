@@ -89,6 +89,11 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return True
 
 
+@pytest.fixture(autouse=True)
+def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_module, "ACCEPT_S", 0.02)
+
+
 @pytest.fixture
 def code() -> OneTimeCode:
     return OneTimeCode()

@@ -97,6 +97,11 @@ def test_deadlines_are_read_and_the_others_keep_their_defaults() -> None:
     assert deadlines.join_s == Deadlines().join_s
 
 
+@pytest.mark.parametrize(("text", "announces"), [("", None), ("announce: false\n", False)])
+def test_a_hostfile_may_ask_for_silence_on_the_network(text: str, announces: bool | None) -> None:
+    assert parse_hostfile(f"{text}hosts: [{{local: true}}]").announce is announces
+
+
 # ---------------------------------------------------------------- what each fault says
 
 

@@ -53,6 +53,23 @@ def test_the_leader_of_two_expects_any_host_with_the_other_rank(bootstrap: Boots
     assert mesh_of(config).hosts == (HostPlan(name=""), HostPlan(name=""))
 
 
+@pytest.mark.parametrize(
+    ("env", "flags", "announces"),
+    [
+        (LOOPBACK, (), False),
+        (LOOPBACK, ("--announce",), True),
+        (ELSEWHERE, (), True),
+        (ELSEWHERE, ("--no-announce",), False),
+        ({}, (), False),
+        ({}, ("--announce",), True),
+    ],
+)
+def test_only_a_mesh_that_others_can_reach_is_announced_by_itself(
+    bootstrap: Bootstrap, env: dict[str, str], flags: tuple[str, ...], announces: bool
+) -> None:
+    assert bootstrap.config(*flags, env=env).announce == announces
+
+
 def test_a_follower_has_no_mesh_and_the_same_secret(bootstrap: Bootstrap) -> None:
     leader = bootstrap.config(env=LOOPBACK)
     follower = bootstrap.config(env=LOOPBACK | {"RANK": "1"})
