@@ -2,7 +2,7 @@
 
 A model is its small files (config, tokenizer) and its weight files. A host needs all small files whole, the
 header of every weight file, and those tensors that its ranks read. What travels are pieces of at most
-PIECE_BYTES, each with its own SHA-256.
+MAX_PIECE_BYTES, each with its own SHA-256.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from mlx_mesh.mesh.interfaces import Interface, LinkClass
 from mlx_mesh.mesh.link_plan import PairLink, links_between
 from mlx_mesh.mesh.spans import Span, merge, on_grid, subtract, total
 
-PIECE_BYTES = 8 * 1024 * 1024
+MIN_PIECE_BYTES = 256 * 1024
+MAX_PIECE_BYTES = 8 * 1024 * 1024
+_NUM_PIECES = 256
+"""Into so many a delivery is cut, if it is not too large or small for that: the pieces under way when it is
+ended come again."""
+
 SPARE_BYTES = 512 * 1024 * 1024
 """Stays free on a disk that a model is written to."""
 
@@ -101,8 +106,18 @@ def size_of(spans: Mapping[str, Sequence[Span]]) -> int:
     return sum(total(each) for each in spans.values())
 
 
-def pieces_of(spans: Mapping[str, Sequence[Span]], piece_bytes: int = PIECE_BYTES) -> list[Piece]:
-    """Small files first, so that a folder can be judged early; then as they lie in the files."""
+def piece_bytes_for(num_bytes: int) -> int:
+    """The largest piece of a delivery of so many bytes: a power of two."""
+    size = MIN_PIECE_BYTES
+    while size < MAX_PIECE_BYTES and size * _NUM_PIECES < num_bytes:
+        size *= 2
+    return size
+
+
+def pieces_of(spans: Mapping[str, Sequence[Span]], piece_bytes: int = 0) -> list[Piece]:
+    """Small files first, so that a folder can be judged early; then as they lie in the files. `piece_bytes` 0
+    = by the size of it all."""
+    piece_bytes = piece_bytes or piece_bytes_for(size_of(spans))
     names = sorted(spans, key=lambda name: (name.endswith(".safetensors"), name))
     return [Piece(name, start, end) for name in names for start, end in on_grid(spans[name], piece_bytes)]
 

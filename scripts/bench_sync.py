@@ -1,5 +1,6 @@
 """Deliver a made-up model from the first host of a hostfile, which is this machine, to the second one over
-TLS, between two plain TCP streams of the same bytes over the same link; print all rates and the ratio.
+TLS, in turns with plain TCP streams of the same size over the same link; print all rates and the ratio of the
+best. Both hosts must share a disk, as those of a lab do: what was delivered is removed in between.
 
 Beside the network, a delivery reads, hashes twice, encrypts and writes.
 """
@@ -61,7 +62,8 @@ def stream_rate(sender: ReadyHost, receiver: ReadyHost, num_bytes: int) -> float
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("hostfile")
-    parser.add_argument("--megabytes", type=int, default=300)
+    parser.add_argument("--megabytes", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ssh-config")
     arguments = parser.parse_args()
     flags = Flags(model=FOLDER, host="127.0.0.1", ssh_config=arguments.ssh_config)
@@ -73,23 +75,26 @@ def main() -> int:
     hosts = check_hosts(config, may_lack_model=True).hosts
     try:
         sender, receiver = hosts
-        delivery = Delivery(config, hosts, console)
-        delivery.look()
-        delivery.find()
-        total = arguments.megabytes * MEGABYTE
-        before = stream_rate(sender, receiver, total)
-        _, brought = delivery.bring(())
-        after = stream_rate(sender, receiver, total)
-        shutil.rmtree(Path(brought.folder).parent, ignore_errors=True)  # where the two share a disk
+        plain, delivered = [], []
+        for _ in range(arguments.rounds):
+            delivery = Delivery(config, hosts, console)
+            delivery.look()
+            delivery.find()
+            plain.append(stream_rate(sender, receiver, arguments.megabytes * MEGABYTE))
+            _, brought = delivery.bring(())
+            shutil.rmtree(Path(brought.folder).parent)  # two hosts of a lab: they share a disk
+            delivered.append(brought.received / brought.seconds)
     finally:
         close_all(hosts)
         shutil.rmtree(own.parent, ignore_errors=True)
-    plain, rate = (before + after) / 2, brought.received / brought.seconds
-    print(f"plain TCP   {before / 1e6:7.1f} and {after / 1e6:.1f} MB/s")
-    print(f"delivered   {rate / 1e6:7.1f} MB/s ({brought.received / 1e6:.1f} MB in {brought.seconds:.2f} s)")
+    for name, rates in (("plain TCP", plain), ("delivered", delivered)):
+        print(
+            f"{name}   {', '.join(f'{rate / 1e6:.1f}' for rate in rates)} MB/s; best {max(rates) / 1e6:.1f}"
+        )
+    ratio = max(delivered) / max(plain)
     print(f"received / needed   {brought.received / brought.needed:.4f}")
-    print(f"ratio   {rate / plain:.3f} (wanted {WANTED})")
-    return 0 if rate / plain >= WANTED else 1
+    print(f"ratio of the best   {ratio:.3f} (wanted {WANTED})")
+    return 0 if ratio >= WANTED else 1
 
 
 if __name__ == "__main__":

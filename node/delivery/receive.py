@@ -18,7 +18,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from mlx_mesh.mesh.delivery import PIECE_BYTES, Piece
+from mlx_mesh.mesh.delivery import MAX_PIECE_BYTES, Piece
 from mlx_mesh.mesh.delivery_orders import Received, ReceiveOrder, Receiving, Source
 from mlx_mesh.mesh.errors import ExitCode, MeshError, ProtocolError
 from mlx_mesh.node.delivery.certificate import client_context, is_pinned
@@ -179,7 +179,7 @@ class Receiver:
         connection.settimeout(IO_S)
 
     def _fetch(self, source: Source, connection: ssl.SSLSocket, under_way: deque[Piece]) -> None:
-        buffer = memoryview(bytearray(PIECE_BYTES))
+        buffer = memoryview(bytearray(MAX_PIECE_BYTES))
         queue = self._queues[source.host]
         while not self._is_stopped:
             while len(under_way) < NUM_ASKED and (piece := self._take(queue)) is not None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_mesh.mesh.delivery import PIECE_BYTES, Piece
+from mlx_mesh.mesh.delivery import MAX_PIECE_BYTES, Piece
 from mlx_mesh.mesh.delivery_orders import Offering, Refused, SendOrder
 from mlx_mesh.mesh.errors import MeshError, ProtocolError
 from mlx_mesh.mesh.spans import covers
@@ -89,7 +89,7 @@ class Sender:
 
     def _serve(self, connection: ssl.SSLSocket) -> None:
         files: dict[str, int] = {}
-        buffer = memoryview(bytearray(PIECE_BYTES))
+        buffer = memoryview(bytearray(MAX_PIECE_BYTES))
         try:
             while (asked := read_frame(connection, Piece)) is not None:
                 piece = asked[0]
@@ -114,7 +114,7 @@ class Sender:
         size = self._order.files.get(piece.file)
         if size is None:
             return f"{piece.file} is no file of this model"
-        if not 0 <= piece.start < piece.end <= size or piece.size > PIECE_BYTES:
+        if not 0 <= piece.start < piece.end <= size or piece.size > MAX_PIECE_BYTES:
             return f"{piece.file} has no bytes {piece.start} to {piece.end} to be sent at once"
         held = self._order.held
         if held is not None and not covers(held.get(piece.file, ()), [(piece.start, piece.end)]):

@@ -153,7 +153,6 @@ def test_another_plan_fetches_only_what_is_missing_and_full_makes_it_whole(
 
 
 def test_two_hosts_that_have_it_share_the_sending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_mesh.mesh.delivery.PIECE_BYTES", 50_000)
     monkeypatch.setattr(delivery, "pieces_of", lambda spans: list(_small_pieces(spans)))
     hosts = Hosts(tmp_path, "abc")
     own = make_model(hosts.root / "a" / "name")
@@ -231,7 +230,7 @@ def test_verify_names_the_bytes_in_which_a_copy_of_the_user_differs(hosts: Hosts
     with (copy / "model.safetensors").open("r+b") as file:
         file.seek(1234)
         file.write(b"\0\0\0")
-    with pytest.raises(PreflightError, match=r"b: model: bytes 0 to 400000 of .*/b/org/name/model"):
+    with pytest.raises(PreflightError, match=r"b: model: bytes 0 to 262144 of .*/b/org/name/model"):
         made.compare(made.needs(()))
     assert not (hosts.root / "b" / ".mlx-mesh").exists()
 
@@ -246,7 +245,7 @@ def test_verify_finds_a_flipped_byte_of_a_delivery_and_its_piece_comes_again(hos
     made.look(verify=True)
     made.find()
     _, second = made.bring(())
-    assert second.missing == SIZE  # it has one piece
+    assert second.missing == 262_144  # the piece that it is in
     assert "1 pieces in" in hosts.output.getvalue()
     assert weights_of(hosts.delivered("b")) == weights_of(own)
 

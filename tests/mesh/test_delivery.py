@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_mesh.mesh.delivery import (
-    PIECE_BYTES,
+    MAX_PIECE_BYTES,
     SPARE_BYTES,
     Holder,
     ModelFile,
@@ -13,6 +13,7 @@ from mlx_mesh.mesh.delivery import (
     assign,
     missing_spans,
     needed_spans,
+    piece_bytes_for,
     pieces_of,
     route_between,
     short_disks,
@@ -61,14 +62,22 @@ def test_a_small_file_with_other_content_comes_again_and_one_that_is_missing_is_
 
 
 def test_pieces_are_small_files_first_and_never_longer_than_the_limit() -> None:
-    spans = {"model.safetensors": [(5, 2 * PIECE_BYTES + 7)], "tokenizer.json": [(0, 9)]}
-    pieces = pieces_of(spans)
+    spans = {"model.safetensors": [(5, 2 * MAX_PIECE_BYTES + 7)], "tokenizer.json": [(0, 9)]}
+    pieces = pieces_of(spans, MAX_PIECE_BYTES)
     assert pieces[0] == Piece("tokenizer.json", 0, 9)
     assert [(p.start, p.end) for p in pieces[1:]] == [
-        (5, PIECE_BYTES),
-        (PIECE_BYTES, 2 * PIECE_BYTES),
-        (2 * PIECE_BYTES, 2 * PIECE_BYTES + 7),
+        (5, MAX_PIECE_BYTES),
+        (MAX_PIECE_BYTES, 2 * MAX_PIECE_BYTES),
+        (2 * MAX_PIECE_BYTES, 2 * MAX_PIECE_BYTES + 7),
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "piece"), [(0, 2**18), (270 * 10**6, 2**21), (5 * 10**9, 2**23), (10**12, 2**23)]
+)
+def test_pieces_are_small_enough_that_those_under_way_are_few_percent(num_bytes: int, piece: int) -> None:
+    assert piece_bytes_for(num_bytes) == piece
+    assert 2 * piece < 0.05 * num_bytes or num_bytes < 10**7
 
 
 # ---------------------------------------------------------------- who sends
