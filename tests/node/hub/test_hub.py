@@ -14,8 +14,8 @@ import pytest
 
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.node import hub as hub_module
-from mlx_mesh.node.facts import digest_model, gather_facts, resolve_model
-from mlx_mesh.node.hub import fetch_for_layers, locate, parse_hub_id
+from mlx_mesh.node.facts import digest_model, gather_facts, gather_here, resolve_model
+from mlx_mesh.node.hub import fetch_all, fetch_for_layers, find_complete, locate, parse_hub_id
 from mlx_mesh.node.hub_folder import files_of_layers, is_placeholder, read_record
 
 WEIGHTS = [f"model-0000{part}-of-00004.safetensors" for part in (1, 2, 3, 4)]
@@ -241,3 +241,18 @@ def test_a_stage_loads_from_its_own_files_what_it_loads_from_the_complete_folder
         for name, array in theirs.items():
             assert mx.array_equal(ours[name], array), name
             assert float(mx.abs(array).max()) > 0
+
+
+def test_all_of_a_model_is_fetched_once_and_found_again_without_a_request(
+    published: Any, sharded_model: Path
+) -> None:
+    assert find_complete("org/tiny") is None
+    folder = locate("org/tiny")
+    told: list[tuple[int, int]] = []
+    fetch_all(folder, lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] == sum((sharded_model / name).stat().st_size for name in WEIGHTS)
+    num_requests = len(published.requests)
+    fetch_all(folder, lambda done, total: pytest.fail("it fetched again"))
+    assert find_complete("org/tiny") is not None
+    assert len(published.requests) == num_requests
+    assert gather_here("org/tiny").model_digest == digest_model(sharded_model)
