@@ -67,7 +67,6 @@ def test_conversations_keep_their_replica_and_its_death_costs_no_answer(
         counts = [replica["num_requests"] for replica in wait_for_both(mesh)]
         assert counts == [{"load": 1, "conversation": 1}] * 2
         assert get(mesh, "/v1/capabilities")["replicas"] == 2
-        assert get(mesh, "/v1/cache/stats")["hits"] == 2
 
         alone = ask(mesh, "long", "Go on.", max_tokens=300)[0]
         with ThreadPoolExecutor(4) as pool:
@@ -79,6 +78,7 @@ def test_conversations_keep_their_replica_and_its_death_costs_no_answer(
             victim = next(row for row in get(mesh, "/v1/cluster/nodes")["ranks"] if row["replica"] == 2)
             os.kill(victim["engine_pid"], signal.SIGKILL)
             assert {answer.result()[0] for answer in answers} == {alone}
+        assert get(mesh, "/v1/cache/stats")["hits"] >= 2
         replicas = wait_for_both(mesh)
         assert [(one["epoch"], one["restarts"]) for one in replicas] == [(1, 0), (2, 1)]
         assert mesh.stop() == 0

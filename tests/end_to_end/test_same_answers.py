@@ -76,6 +76,7 @@ def test_tokens_are_the_same_at_every_world_size_and_split(
     uneven = tmp_path / "uneven.yaml"
     uneven.write_text("hosts:\n  - {name: here, local: true, slots: 3, layers: [13, 9, 8]}\n")
     alone: dict[str, Tokens] = {}
+    drawn: dict[str, Tokens] = {}  # with a seed, alone
     batches: dict[str, list[Tokens]] = {}
     for split, arguments in SPLITS.items():
         extra = (str(uneven),) if "uneven" in split else ()
@@ -83,6 +84,7 @@ def test_tokens_are_the_same_at_every_world_size_and_split(
             check_memory(mesh)
             alone[split], length = stream(mesh, LONG, 0.0, num_tokens)
             assert length == num_tokens == len(alone[split])
+            drawn[split], _ = stream(mesh, *BATCH[5], batch_tokens)
             with ThreadPoolExecutor(len(BATCH)) as pool:
                 answers = pool.map(lambda ask: stream(mesh, ask[0], ask[1], batch_tokens), BATCH)
                 batches[split] = [tokens for tokens, _ in answers]
@@ -91,3 +93,4 @@ def test_tokens_are_the_same_at_every_world_size_and_split(
         assert alone[split] == alone["world size 1"], split
         assert batches[split] == batches["world size 1"], split
         assert batches[split][0] == alone["world size 1"][:batch_tokens], split
+        assert batches[split][5] == drawn[split] == drawn["world size 1"], split
