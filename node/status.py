@@ -43,7 +43,7 @@ def _row(
         phase=phase_of(record),
         step=beat.step if beat else 0,
         layers=describe_layers(placement.sharding, placement.shards[record.rank]) if placement else "",
-        weights_bytes=loaded.weights_bytes if loaded else 0,
+        weights_bytes=loaded.weights_bytes if loaded and record.exit is None else 0,
         memory_bytes=beat.memory_bytes if beat and record.exit is None else 0,
         peak_memory_bytes=beat.peak_memory_bytes if beat else 0,
         last_heartbeat_s=None if record.beat_at is None else round(max(0.0, now - record.beat_at), 3),

@@ -146,3 +146,18 @@ def test_a_rank_whose_folder_has_another_model_than_the_leaders_says_so(tmp_path
     facts.check_same_model(tmp_path / "leader", digest)
     with pytest.raises(PreflightError, match="another one than on the leader"):
         facts.check_same_model(tmp_path / "follower", digest)
+
+
+def test_models_of_the_hub_are_compared_by_commit(tmp_path: Path) -> None:
+    folders = [tmp_path / "models--org--m" / "snapshots" / commit for commit in ("1" * 40, "2" * 40)]
+    for folder in (*folders, tmp_path / "plain"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"1234")
+    digests = [facts.digest_with_revision(folder) for folder in folders]
+    assert digests[0] != digests[1] and facts.digest_model(folders[0]) == facts.digest_model(folders[1])
+    facts.check_same_model(folders[0], digests[0])
+    with pytest.raises(PreflightError, match="commit 111111111111 of this model, the leader 222222222222"):
+        facts.check_same_model(folders[0], digests[1])
+    plain = facts.digest_with_revision(tmp_path / "plain")
+    assert plain == facts.digest_model(tmp_path / "plain")

@@ -218,3 +218,27 @@ async def test_a_model_is_unloaded_and_loaded_in_all_replicas(run_mesh: Any) -> 
         await line.wait_for(Readiness, lambda event: event.num_ready == 2)
         await submit(line, "a", "a")
         assert (await line.answer("a"))[1] == "length"
+
+
+async def test_a_replica_whose_host_goes_away_is_back_with_it_and_its_requests_go_on_elsewhere(
+    run_mesh: Any,
+) -> None:
+    async with run_mesh() as mesh:
+        two_replicas(mesh)
+        _, line = await mesh.up()
+        for request_id in ("a", "b"):
+            await submit(line, request_id, request_id, LONG)
+        mesh.hosts["mac2"].process.stop("its host goes away", hurry=True)
+        ends: dict[str, str] = {}
+        while len(ends) < 2:
+            event = await line.next()
+            if isinstance(event, Chunk) and event.chunk.finish_reason:
+                ends[event.chunk.id] = event.chunk.finish_reason
+        assert ends == {"a": "length", "b": "length"}
+        first, second = (await status(line)).replicas
+        assert first.ready and not second.ready and "mac2" in second.reason
+        line.submit("c", 3)
+        assert (await line.answer("c"))[1] == "length"
+        mesh.start("mac2", key="mac2 again")
+        both = await line.wait_for(Readiness, lambda event: event.num_ready == 2)
+        assert both.ready and not both.lineup
