@@ -6,8 +6,9 @@ Nothing is changed anywhere, and nothing is asked with more rights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mlx_mesh.launcher.asking import ask_hosts
+from mlx_mesh.launcher.asking import Answer, ask_hosts
 from mlx_mesh.launcher.config import LaunchConfig
 from mlx_mesh.launcher.pair_probe import dial_pairs
 from mlx_mesh.mesh.doctor import Finding, Level, Question, duplicates, examine
@@ -16,23 +17,36 @@ from mlx_mesh.mesh.pair_checks import PairHost, pair_findings
 
 def diagnose(config: LaunchConfig) -> list[Finding]:
     """All findings: each host's way to its answer, what the answers say, then all hosts together."""
-    answers = ask_hosts(config)
+    # Of a host whose ranks belong to several replicas one part stands for all.
+    machines = tuple(entry for entry in config.hosts if entry.machine in ("", entry.name))
+    asked = replace(config, hosts=machines)
+    answers = ask_hosts(asked)
     findings = [finding for answer in answers for finding in answer.findings]
     examined = [answer.examined for answer in answers if answer.examined is not None]
     if examined:
-        question = Question(backend=config.backend, num_hosts=len(config.hosts), serve_port=config.serve_port)
+        question = Question(backend=config.backend, num_hosts=len(machines), serve_port=config.serve_port)
         findings += examine(examined, question)
         keys = [(answer.examined, answer.host_key) for answer in answers if answer.examined is not None]
         findings += duplicates(keys)
-        pairs = [
-            PairHost(
-                examined=answer.examined, rules=answer.entry.interfaces, addresses=answer.entry.addresses
-            )
-            for answer in answers
-            if answer.examined is not None
-        ]
-        findings += [*pair_findings(pairs), *dial_pairs(pairs, config)]
+        findings += _of_pairs(config, asked, answers)
     return findings
+
+
+def _of_pairs(config: LaunchConfig, asked: LaunchConfig, answers: Sequence[Answer]) -> list[Finding]:
+    """Of the ring of each replica; a pair that several have is told once. Who did not answer has no pairs."""
+    hosts = {
+        answer.entry.name: PairHost(
+            examined=answer.examined, rules=answer.entry.interfaces, addresses=answer.entry.addresses
+        )
+        for answer in answers
+        if answer.examined is not None
+    }
+    found: dict[tuple[str, str], Finding] = {}
+    for replica in range(config.num_replicas):
+        ring = [hosts.get(entry.machine or entry.name) for entry in config.hosts_of(replica)]
+        for finding in (*pair_findings(ring), *dial_pairs(ring, asked)):
+            found.setdefault((finding.host, finding.check), finding)
+    return list(found.values())
 
 
 def lines(findings: Sequence[Finding], is_verbose: bool) -> list[str]:

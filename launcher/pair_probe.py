@@ -3,7 +3,7 @@ interpreters that their ranks would use."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -15,16 +15,16 @@ from mlx_mesh.launcher.remote import RemoteHost, run_program, stream_program
 from mlx_mesh.mesh.doctor import Finding
 from mlx_mesh.mesh.errors import MeshError
 from mlx_mesh.mesh.hostfile import HostEntry
-from mlx_mesh.mesh.pair_checks import Dialled, PairHost, chosen_link, dial_finding, neighbours
+from mlx_mesh.mesh.pair_checks import Dialled, PairHost, Ring, chosen_link, dial_finding, neighbours
 
 DIAL_TIMEOUT_S = 40.0
 
 
-def dial_pairs(hosts: Sequence[PairHost], config: LaunchConfig) -> list[Finding]:
+def dial_pairs(ring: Ring, config: LaunchConfig) -> list[Finding]:
     """A line for each neighbour that a link is known to, or an address that the hostfile gives."""
     entries = {entry.name: entry for entry in config.hosts}
     asked: list[tuple[PairHost, PairHost, str]] = []
-    for dials, listens in neighbours(hosts):
+    for dials, listens in neighbours(ring):
         link = chosen_link(dials, listens)
         address = link.listens.address if link else next(iter(listens.addresses), "")
         if address:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
+import platform
 import shlex
 import socket
 import threading
@@ -19,6 +20,7 @@ from paramiko.agent import AgentSSH
 from mlx_mesh.launcher import known_hosts
 from mlx_mesh.launcher.faults import HostFault
 from mlx_mesh.launcher.known_hosts import KnownKey, Trust
+from mlx_mesh.launcher.programs.dial_link import has_route
 from mlx_mesh.launcher.ssh_config import SshSettings
 
 BANNER_TIMEOUT_S = 15.0
@@ -115,8 +117,14 @@ def _connect(host: str, at: str, settings: SshSettings) -> socket.socket:
         fix = (
             "turn on Remote Login there (System Settings > General > Sharing), or start sshd, or correct Port"
         )
+    elif "No route" in told and platform.system() == "Darwin" and has_route(str(found[0][4][0])):
+        # What a program hears that may not reach the local network: there is a route, and none is found.
+        fix = (
+            "there is a route, so macOS's Local Network privacy refuses it: allow your terminal in System "
+            "Settings > Privacy & Security > Local Network (off and on again if it is), outside tmux"
+        )
     elif "No route" in told:
-        fix = "check the network; on macOS also Local Network access of your terminal in Privacy & Security"
+        fix = "check the cable, and that both hosts have addresses of one network"
     else:
         fix = "check that the host is on, awake and on this network"
     raise HostFault(host, "connect", f"{at}{told}", fix)

@@ -44,11 +44,16 @@ class Dialled(msgspec.Struct, frozen=True, kw_only=True):
     not_listening: str = ""  # why there was no listener
 
 
-def neighbours(hosts: Sequence[PairHost]) -> Iterator[tuple[PairHost, PairHost]]:
-    """(dials, listens), each host once as the listening one."""
-    for index, listens in enumerate(hosts):
-        if hosts[index - 1] is not listens:
-            yield hosts[index - 1], listens
+Ring = Sequence[PairHost | None]
+"""Hosts in rank order; None = one that did not answer."""
+
+
+def neighbours(ring: Ring) -> Iterator[tuple[PairHost, PairHost]]:
+    """(dials, listens), each host once as the listening one, of those that answered."""
+    for index, listens in enumerate(ring):
+        dials = ring[index - 1]
+        if dials is not None and listens is not None and dials is not listens:
+            yield dials, listens
 
 
 def chosen_link(dials: PairHost, listens: PairHost) -> PairLink | None:
@@ -60,9 +65,9 @@ def chosen_link(dials: PairHost, listens: PairHost) -> PairLink | None:
     return links[0] if links else None
 
 
-def pair_findings(hosts: Sequence[PairHost]) -> list[Finding]:
+def pair_findings(ring: Ring) -> list[Finding]:
     """One line per check and pair; each pair once."""
-    pairs = {frozenset((one.name, other.name)): (one, other) for one, other in neighbours(hosts)}
+    pairs = {frozenset((one.name, other.name)): (one, other) for one, other in neighbours(ring)}
     return [
         Finding(
             host=f"{one.name} - {other.name}",
@@ -72,7 +77,7 @@ def pair_findings(hosts: Sequence[PairHost]) -> list[Finding]:
             evidence=evidence,
             fix=fix,
         )
-        for one, other in (sorted(pair, key=hosts.index) for pair in pairs.values())
+        for one, other in (sorted(pair, key=ring.index) for pair in pairs.values())
         for check, area, (level, evidence, fix) in (
             ("link", Area.NETWORK, _link(one, other)),
             ("cable", Area.NETWORK, _cable(one, other)),

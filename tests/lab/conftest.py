@@ -89,8 +89,23 @@ def mac_lab(lab_reason: str, tmp_path: Path, macs: ModuleType) -> Iterator[Any]:
             mac_programs.place(lab.programs(host), macs.transcript(mac), mac.is_bridged, services)
         for (one, port), (other, peer) in made[0].cables:
             lab.join(f"mac{one}", f"en{port + 1}", f"mac{other}", f"en{peer + 1}")
+        for host, mac in zip(lab.hosts, made, strict=True):
+            give_addresses(lab, host, mac)
         return lab
 
     yield make
     for lab in opened:
         lab.stop()
+
+
+def give_addresses(lab: Any, host: str, mac: Any) -> None:
+    """Those of an imagined Mac that are special about it, on real interfaces of the lab's host."""
+    extra = {} if mac.ethernet == (f"192.168.1.{mac.number}/24",) else {"en0": mac.ethernet}
+    extra |= {"bridge0": mac.bridge, "utun4": mac.vpn} | mac.thunderbolt
+    for interface, addresses in extra.items():
+        if addresses and interface in ("bridge0", "utun4"):
+            lab.add_interface(host, interface)
+        for address in addresses:
+            lab.give_address(host, interface, address)
+    if mac.vpn:
+        lab.add_route(host, "10.0.0.0/8", "utun4")

@@ -153,6 +153,14 @@ class Lab:
         for host, name in ((one, interface), (other, peer)):
             self._ip("-n", self.namespace(host), "link", "set", name, "up")
 
+    def add_interface(self, host: str, interface: str) -> None:
+        """One that leads nowhere, as a tunnel's."""
+        self._ip("-n", self.namespace(host), "link", "add", interface, "type", "dummy")
+        self._ip("-n", self.namespace(host), "link", "set", interface, "up")
+
+    def add_route(self, host: str, network: str, interface: str) -> None:
+        self._ip("-n", self.namespace(host), "route", "add", network, "dev", interface)
+
     def give_address(self, host: str, interface: str, address: str) -> None:
         """`address` with prefix, as in "10.9.0.1/24"."""
         self._ip("-n", self.namespace(host), "addr", "add", address, "dev", interface)

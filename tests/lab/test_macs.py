@@ -114,6 +114,43 @@ def test_what_is_left_to_a_user_which_links_are_planned_and_the_way_back(
     ]
 
 
+SPECIAL = {
+    "tb5-2 with addresses": ("dial", "ok"),
+    "M1 with Thunderbolt 4": ("rdma", "note"),
+    "Wi-Fi only": ("interfaces", "fail"),
+    "overlapping subnets": ("subnets", "fail"),
+    "a VPN whose route covers the cable": ("vpn", "warn"),
+    "a DHCP lease on bridge0": ("bridge", "fail"),
+    "lid closed on battery": ("power", "warn"),
+    "Rosetta Python": ("architecture", "fail"),
+    "different macOS builds": ("system", "warn"),
+}
+"""What doctor has to say of hosts that are special, as its first failure if it is one."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SPECIAL)
+def test_doctor_and_net_plan_over_ssh_say_what_is_special_about_hosts(
+    name: str, mac_lab: Any, tiny_llama: Path
+) -> None:
+    check, level = SPECIAL[name]
+    user = User(mac_lab(name))
+    user.writes_hosts(tiny_llama)
+    done = user.lab.run("mac1", *MESH, "doctor", user.hosts, "--json", timeout_s=LIMIT_S)
+    found = json.loads(done.stdout)
+    assert (check, level) in {(f["check"], f["level"]) for f in found}
+    failures = [f["check"] for f in found if f["level"] == "fail"]
+    assert failures[:1] == ([check] if level == "fail" else []), [f for f in found if f["level"] == "fail"]
+    assert (done.returncode == 0) == (not failures)
+    plan = json.loads(user.types("net", "plan", user.hosts, "--json"))
+    is_done = not any(host["steps"] for host in plan["hosts"])
+    assert is_done == (name not in ("overlapping subnets", "a DHCP lease on bridge0")), plan
+    if name == "overlapping subnets":
+        assert plan["cables"][0]["addresses"] == ["10.201.77.1/30", "10.201.77.2/30"]
+    if name == "Wi-Fi only":
+        assert plan["cables"] == [] and "no Thunderbolt cable" in plan["notes"][0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["tb5-2", "tb5-4", "tb5-2-bridge", "tb5-2-nordma"])
 def test_a_model_is_served_over_the_cables(name: str, mac_lab: Any, tiny_llama: Path) -> None:

@@ -57,6 +57,7 @@ def test_the_wheel_has_every_file_of_the_package_and_is_always_the_same() -> Non
     assert wheel == pack_wheel() and wheel.name.endswith("-py3-none-any.whl")
     archive = zipfile.ZipFile(io.BytesIO(wheel.data))
     names = archive.namelist()
+    assert {info.date_time[0] for info in archive.infolist()} == {1980}  # no time of making is in it
     for needed in ("__init__.py", "py.typed", "launcher/cli.py", "node/engine/loop.py", "proxy/app.py"):
         assert f"mlx_mesh/{needed}" in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]

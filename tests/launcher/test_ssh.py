@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mesh.launcher import known_hosts
+from mlx_mesh.launcher import known_hosts, ssh_connect
 from mlx_mesh.launcher.cli import main
 from mlx_mesh.launcher.faults import HostFault
 from mlx_mesh.launcher.remote import CommandTimeout, Exit, run, run_program
@@ -439,3 +441,27 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("system", "is_routed", "said"),
+    [
+        ("Darwin", True, "Local Network privacy refuses it"),
+        ("Darwin", False, "check the cable"),
+        ("Linux", True, "check the cable"),
+    ],
+)
+def test_no_route_where_there_is_one_is_macs_privacy(
+    system: str, is_routed: bool, said: str, start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sshd = start_sshd("a")
+    sshd.add_host("box")
+
+    def refuse(*args: object, **more: object) -> socket.socket:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(ssh_connect, "has_route", lambda address: is_routed)
+    fault = refused(sshd)
+    assert fault.step == "connect" and said in fault.fix

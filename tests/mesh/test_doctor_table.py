@@ -25,7 +25,7 @@ from mlx_mesh.mesh.doctor import (
     examine,
     first_failure,
 )
-from mlx_mesh.mesh.pair_checks import Dialled, PairHost, dial_finding, pair_findings
+from mlx_mesh.mesh.pair_checks import Dialled, PairHost, dial_finding, neighbours, pair_findings
 from mlx_mesh.mesh.types import Backend
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
@@ -272,6 +272,17 @@ def test_the_first_line_names_what_was_planted(planted: str, macs: ModuleType) -
 def test_two_macs_on_a_cable_with_addresses_have_nothing_wrong(macs: ModuleType) -> None:
     fine = Planted("", Level.OK, fixture("tb5-2 with addresses"), dialled=Dialled())
     assert [str(f) for f in fine.findings(macs) if f.level is not Level.OK] == []
+
+
+def test_only_hosts_that_follow_each_other_and_answered_are_pairs(macs: ModuleType) -> None:
+    """In a ring of four the first and the third never meet, also when the second does not answer."""
+    ring = [PairHost(examined=host) for host in examined(macs, macs.on_cable(macs.Mac(num_ports=4), 4))]
+    assert [(a.name, b.name) for a, b in neighbours([ring[0], None, *ring[2:]])] == [
+        ("mac4", "mac1"),
+        ("mac3", "mac4"),
+    ]
+    assert {f.host for f in pair_findings(ring[:2])} == {"mac1 - mac2"}
+    assert list(neighbours(ring[:1])) == []
 
 
 def table(macs: ModuleType) -> str:

@@ -280,3 +280,13 @@ def test_a_plan_can_be_written_and_read(macs: ModuleType) -> None:
     step = Step(words=("a b",), undo=("c",), why="w")
     assert step.command == "sudo 'a b'" and not NetPlan(hosts=(HostSteps(host="x", steps=(step,)),)).is_done
     assert SERVICE_PREFIX.endswith(" ")
+
+
+def test_addresses_that_cannot_carry_a_mesh_are_not_kept(macs: ModuleType) -> None:
+    """Self-assigned ones change, and those of a bridge's member are not its own."""
+    one, other = macs.mesh_of(macs.Mac(), 2, macs.full_mesh(2))
+    selves = [replace(mac, thunderbolt={"en2": (f"169.254.9.{mac.number}/16",)}) for mac in (one, other)]
+    assert not plan_network(hosts_of(macs, *selves)).cables[0].is_in_place
+    members = [replace(mac, is_bridged=True) for mac in macs.on_cable(macs.Mac())]
+    plan = plan_network(hosts_of(macs, *members))
+    assert not plan.cables[0].is_in_place and "Bridge" in commands(plan, "mac1")[0]
