@@ -47,6 +47,9 @@ def try_family(family: str) -> dict[str, str]:
     from mlx_mesh.node.engine.vision_model import why_alone
 
     tiny, tiny_vlm, simulator = load("tiny"), load("tiny_vlm"), load("simulator")
+    refusal = tiny_vlm.refusal(family)
+    if refusal:
+        return dict.fromkeys(COLUMNS, "–") | {"rows": f"refused: {refusal}"}
 
     def opened() -> tuple[Any, LazyModel]:
         whole = tiny_vlm.build(family)
@@ -89,10 +92,7 @@ def try_family(family: str) -> dict[str, str]:
         same = [int(mx.argmax(one).item()) for one in logits[:-1]] == tokens
         row[name] = cell(tiny.gap(logits, expected)) if same else "**other tokens**"
     alone = why_alone(tiny_vlm.CONFIGS[family])
-    refusal = tiny_vlm.refusal(family)
-    if refusal:
-        row["rows"] = f"refused: {refusal}"
-    elif alone:
+    if alone:
         row["rows"] = f"one at a time: {alone}"
     else:
         part = LanguagePart(whole.language_model)
@@ -133,7 +133,7 @@ def main() -> int:
                 check=True,
             )
             row = json.loads(ended.stdout.splitlines()[-1])
-            num_good += not any("**" in row[column] for column in COLUMNS)
+            num_good += not any("**" in row[column] or row[column] == "–" for column in COLUMNS)
         except subprocess.TimeoutExpired:
             row = dict.fromkeys(COLUMNS, "–") | {"rows": f"not tried: over {LIMIT_S:g} s"}
         except subprocess.CalledProcessError as error:
@@ -141,7 +141,7 @@ def main() -> int:
             row = dict.fromkeys(COLUMNS, "–") | {"rows": f"not tried: {last}"}
         lines.append(f"| {name} | {' | '.join(row[column] for column in COLUMNS)} |")
         print(lines[-1], flush=True)
-    print(f"{num_good} of {len(names)} families are right by every plan", flush=True)
+    print(f"{num_good} of {len(names)} families are served, and right by every plan", flush=True)
     if arguments.write:
         text = DOCUMENT.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)

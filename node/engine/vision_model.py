@@ -30,6 +30,7 @@ NEVER = {
         "paligemma",
         "gemma",
     ): "its text part looks ahead within the prompt, so a prompt cannot be read in chunks",
+    ("gemma3n", ""): "in mlx-vlm a token of its prompt sees later ones, so its answers depend on the chunks",
     ("phi3_v", ""): "its pictures have negative token ids",
 }
 """By the types of a model and of its text part: why it is not served."""

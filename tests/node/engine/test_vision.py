@@ -22,7 +22,7 @@ from mlx_mesh.node.engine.vision_model import why_alone
 NUM_DECODED = 5
 NO_RUN = {
     "phi3_v": "its pictures have negative ids and 336 pixels a side, 300 million parameters",
-    "gemma3n": "its tower has 295 million parameters whatever the config says",
+    "gemma3n": "its tower has 295 million parameters; it is refused, see the families that are never served",
 }
 QUICK = ("qwen2_vl", "qwen3_vl", "gemma4", "glm4v", "llava_next", "mllama")
 """Positions; features added between layers; inputs per layer; positions left on the model; more embeddings
