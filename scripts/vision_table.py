@@ -44,7 +44,7 @@ def try_family(family: str) -> dict[str, str]:
     from mlx_mesh.node.engine.loader import LazyModel
     from mlx_mesh.node.engine.shard import shard_model
     from mlx_mesh.node.engine.trace import trace_model
-    from mlx_mesh.node.engine.vision_model import why_alone
+    from mlx_mesh.node.vision import why_alone
 
     tiny, tiny_vlm, simulator = load("tiny"), load("tiny_vlm"), load("simulator")
     refusal = tiny_vlm.refusal(family)

@@ -21,8 +21,9 @@ from mlx_mesh.node.engine.quantised_kv import why_not_quantised
 from mlx_mesh.node.engine.rules import Proposal, State, Unit, base_of, module_at
 from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
-from mlx_mesh.node.engine.vision_model import tower_arrays, why_alone
+from mlx_mesh.node.engine.vision_model import tower_arrays
 from mlx_mesh.node.engine.vocabulary import gives_logits, is_looked_up
+from mlx_mesh.node.vision import why_alone
 
 _GROWN_TO = (512, 1024)  # tokens; caches grow in steps of 256
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")

@@ -22,9 +22,11 @@ from mlx_mesh.mesh import footprint as footprint_module
 from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError, SettingsError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.types import VisionMode
+from mlx_mesh.node import vision as vision_module
 from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.facts import digest_model, resolve_model
 from mlx_mesh.node.hub import cache_root
+from mlx_mesh.node.vision import choose_vision
 
 _NUM_KEPT = 200
 
@@ -43,7 +45,6 @@ def measure_folder(
     from mlx_mesh.node.engine.activity import activity, chosen_experts, quantization_of
     from mlx_mesh.node.engine.footprints import measure_certified
     from mlx_mesh.node.engine.loader import open_lazy
-    from mlx_mesh.node.engine.vision_model import choose_vision
 
     with_vision, refusal = choose_vision(folder, vision, has_adapter=bool(adapter))
     lazy = open_lazy(folder, adapter, with_vision=with_vision)
@@ -83,7 +84,11 @@ def _key(digest: str) -> str:
     for package in ("mlx-lm", "mlx-vlm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             text.update(metadata.version(package).encode())
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(footprint_module.__file__)]
+    sources = [
+        *sorted(Path(__file__).parent.glob("*.py")),
+        Path(footprint_module.__file__),
+        Path(vision_module.__file__),
+    ]
     for source in sources:
         text.update(source.read_bytes())
     return text.hexdigest()[:40]

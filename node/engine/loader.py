@@ -22,7 +22,8 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.node.adapters import resolve_adapter
-from mlx_mesh.node.engine.vision_model import load_vision, why_alone
+from mlx_mesh.node.engine.vision_model import load_vision
+from mlx_mesh.node.vision import why_alone
 
 _MAX_HEADER_BYTES = 256 * 1024 * 1024
 _LONG_RUN_BYTES = 64 * 1024  # from here on one read per run beats reading whole rows and dropping most

@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(list(argv))
     if arguments.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
-    from mlx_mesh.node.engine.vision_model import choose_vision
+    from mlx_mesh.node.vision import choose_vision
 
     try:
         placement = msgspec.json.decode(sys.stdin.buffer.readline(), type=Placement)

@@ -17,7 +17,7 @@ from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.shard import shard_model
 from mlx_mesh.node.engine.trace import trace_model
-from mlx_mesh.node.engine.vision_model import why_alone
+from mlx_mesh.node.vision import why_alone
 
 NUM_DECODED = 5
 NO_RUN = {

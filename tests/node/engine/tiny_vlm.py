@@ -47,7 +47,7 @@ def build(family: str) -> Any:
 
 def refusal(family: str) -> str:
     """Why the program does not serve this family; '' when it does."""
-    from mlx_mesh.node.engine.vision_model import why_no_vision
+    from mlx_mesh.node.vision import why_no_vision
 
     return why_no_vision(CONFIGS[family])
 

@@ -1,0 +1,118 @@
+"""Whether and how a model is served with its vision tower: decided from its config and from what is installed
+here, without MLX, so that the front end and the engines say the same."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.types import VisionMode
+
+MISSING = "mlx-vlm is not installed there; install mlx-mesh[vision] on every host"
+
+
+ONE_AT_A_TIME = {
+    "llama4": "its chunked caches cannot be joined",
+    "mllama": "each of its decode steps needs the picture of its own row",
+    "ministral3": "its attention is scaled by places in the batch, not in the row",
+}
+"""By the type of a model or of its text part: why it is right only for one sequence at a time."""
+
+NEVER = {
+    (
+        "paligemma",
+        "gemma",
+    ): "its text part looks ahead within the prompt, so a prompt cannot be read in chunks",
+    ("gemma3n", ""): "in mlx-vlm a token of its prompt sees later ones, so its answers depend on the chunks",
+    ("phi3_v", ""): "its pictures have negative token ids",
+}
+"""By the types of a model and of its text part: why it is not served."""
+
+
+def why_alone(config: dict[str, Any]) -> str:
+    """Why a vision model serves one sequence at a time; '' when it serves many."""
+    kinds = (str(config.get("model_type")), _text_type(config))
+    return next((ONE_AT_A_TIME[kind] for kind in kinds if kind in ONE_AT_A_TIME), "")
+
+
+def _text_type(config: dict[str, Any]) -> str:
+    text = config.get("text_config")
+    return str(text.get("model_type", "")) if isinstance(text, dict) else ""
+
+
+def has_vision(config: dict[str, Any]) -> bool:
+    """Whether a model's config describes a vision tower. Text-only copies of such models set it to null."""
+    return bool(config.get("vision_config"))
+
+
+def is_installed() -> bool:
+    """Whether this environment can load vision models at all."""
+    return importlib.util.find_spec("mlx_vlm") is not None
+
+
+def why_no_vision(config: dict[str, Any]) -> str:
+    """Why a model with a tower can be served for text only; '' when pictures are possible."""
+    if not is_installed():
+        return MISSING
+    kind = str(config.get("model_type", "")).lower()
+    kind = _other_names().get(kind, kind)
+    if not (_library() / "models" / kind / "__init__.py").is_file():
+        return f"mlx-vlm has no model of type {kind!r}"
+    for text in (_text_type(config), ""):
+        if (kind, text) in NEVER:
+            return NEVER[kind, text]
+    return ""
+
+
+def choose_vision(folder: Path, mode: VisionMode, *, has_adapter: bool = False) -> tuple[bool, str]:
+    """Whether a model is served with its towers, and if not although it has some, why. Raises SettingsError
+    when pictures were asked for (`VisionMode.ON`) and are not possible."""
+    config = read_config(folder)
+    if not has_vision(config):
+        if mode is VisionMode.ON:
+            raise SettingsError(f"{folder} has no vision tower (no vision_config). Leave --vision out.")
+        return False, ""
+    if mode is VisionMode.OFF:
+        return False, "--no-vision was given"
+    why = why_no_vision(config)
+    if not why and has_adapter:
+        why = "an adapter was given, and adapters are of text models"
+    if why and mode is VisionMode.ON:
+        raise SettingsError(f"{folder} cannot take pictures: {why}.")
+    return not why, why
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's config.json; {} when it cannot be read, which opening the model tells better."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _library() -> Path:
+    """mlx-vlm's folder, which is not imported: that would load MLX."""
+    spec = importlib.util.find_spec("mlx_vlm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+@functools.cache
+def _other_names() -> dict[str, str]:
+    """Types that mlx-vlm knows by another name: the dictionary MODEL_REMAPPING of its `utils`, as written
+    there; {} when it is not there any more."""
+    try:
+        tree = ast.parse((_library() / "utils.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(isinstance(target, ast.Name) and target.id == "MODEL_REMAPPING" for target in targets):
+                return dict(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    except (OSError, ValueError, SyntaxError):
+        pass
+    return {}

@@ -1,0 +1,83 @@
+"""Whether pictures are possible is decided from the config and from what is installed, without MLX."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.types import VisionMode
+from mlx_mesh.node import vision
+
+SEEING = {"model_type": "qwen2_vl", "vision_config": {"depth": 2}}
+
+
+def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "mode", "expected"),
+    [
+        (SEEING, VisionMode.AUTO, (True, "")),
+        (SEEING, VisionMode.ON, (True, "")),
+        (SEEING, VisionMode.OFF, (False, "--no-vision was given")),
+        ({"model_type": "llama"}, VisionMode.AUTO, (False, "")),
+        ({"model_type": "qwen3_5", "vision_config": None}, VisionMode.AUTO, (False, "")),
+        (SEEING | {"model_type": "llava_qwen2"}, VisionMode.AUTO, (True, "")),  # fastvlm, by its other name
+    ],
+)
+def test_a_model_is_served_with_its_towers_when_it_has_some_and_it_is_allowed(
+    tmp_path: Path, config: dict[str, Any], mode: VisionMode, expected: tuple[bool, str]
+) -> None:
+    assert vision.choose_vision(folder_of(tmp_path, config), mode) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (SEEING | {"model_type": "nobody_knows"}, "no model of type 'nobody_knows'"),
+        (SEEING | {"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "looks ahead"),
+        (SEEING | {"model_type": "gemma3n"}, "depend on the chunks"),
+    ],
+)
+def test_what_is_not_possible_is_said_and_an_error_when_it_was_asked_for(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    folder = folder_of(tmp_path, config)
+    is_served, reason = vision.choose_vision(folder, VisionMode.AUTO)
+    assert not is_served and words in reason
+    with pytest.raises(SettingsError, match=words):
+        vision.choose_vision(folder, VisionMode.ON)
+
+
+def test_pictures_are_asked_of_a_text_model_or_with_an_adapter_in_vain(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="has no vision tower"):
+        vision.choose_vision(folder_of(tmp_path, {"model_type": "llama"}), VisionMode.ON)
+    folder = folder_of(tmp_path, SEEING)
+    assert "adapter" in vision.choose_vision(folder, VisionMode.AUTO, has_adapter=True)[1]
+
+
+def test_without_the_library_the_reason_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision, "is_installed", lambda: False)
+    assert vision.choose_vision(folder_of(tmp_path, SEEING), VisionMode.AUTO) == (False, vision.MISSING)
+
+
+def test_the_decision_loads_no_mlx(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from mlx_mesh.node.vision import choose_vision, VisionMode;"
+        "print(choose_vision(pathlib.Path(sys.argv[1]), VisionMode.AUTO), 'mlx.core' in sys.modules)"
+    )
+    folder = folder_of(tmp_path, SEEING)
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == "(True, '') False"
