@@ -68,7 +68,6 @@ from mlx_mesh.node.status import rank_rows
 from mlx_mesh.node.switchboard import Switchboard
 from mlx_mesh.node.switching import Served, Switch, refusal
 from mlx_mesh.node.tokenizer_files import tokenizer_problem
-from mlx_mesh.node.vision import media_of
 
 TICK_S = 0.25
 _GOODBYE_S = 3.0
@@ -987,12 +986,6 @@ class Coordinator:
             return self.mesh.served_model_names[0]
         return _name_of(self._config.model)
 
-    def _media(self, *, is_first: bool) -> tuple[str, ...]:
-        if self._model is None:
-            return ()
-        mode = self.mesh.vision if is_first else VisionMode.AUTO
-        return media_of(self._model, mode, has_adapter=is_first and bool(self._config.adapter))
-
     def proxy_config(self) -> ProxyConfig:
         """Of the front end for the model that is served."""
         is_first = self._served_name == self._config.model
@@ -1012,7 +1005,6 @@ class Coordinator:
             has_prefixes_per_key=self.mesh.prefix.is_per_key,
             kv_bits=self.mesh.kv_options.bits,
             kv_group_size=self.mesh.kv_options.group_size,
-            media=self._media(is_first=is_first),
             version=metadata.version("mlx-mesh"),
             embedding_model=_name_of(self.mesh.embedding_model) if self.mesh.embedding_model else "",
         )

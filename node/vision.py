@@ -87,15 +87,6 @@ def choose_vision(folder: Path, mode: VisionMode, *, has_adapter: bool = False) 
     return not why, why
 
 
-def media_of(folder: Path, mode: VisionMode, *, has_adapter: bool = False) -> tuple[str, ...]:
-    """What prompts may hold beside text. Where pictures are asked for in vain, who reads the model's sizes
-    tells the reason and ends the start."""
-    try:
-        return ("image",) if choose_vision(folder, mode, has_adapter=has_adapter)[0] else ()
-    except SettingsError:
-        return ()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """The model's config.json; {} when it cannot be read, which opening the model tells better."""
     try:
