@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,6 +42,19 @@ FACTS = HostFacts(
     addresses=("127.0.0.1",),
     versions=VERSIONS,
 )
+HUB = Path(__file__).parents[1] / "node" / "hub" / "conftest.py"
+
+
+@pytest.fixture(scope="module")
+def hub_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("launcher_tests_hub", HUB)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 PLACEMENT = Placement(
     sharding=Sharding.PIPELINE,
     model_digest="d",
@@ -58,7 +74,10 @@ def make_model(folder: Path, seed: int = 1) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "seed": seed}))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(random.Random(seed).randbytes(SIZE))
+    header = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}'
+    start = header.replace(b"%d", b"399900")
+    start = len(start).to_bytes(8, "little") + start
+    (folder / "model.safetensors").write_bytes(start + random.Random(seed).randbytes(SIZE - len(start)))
     return folder
 
 
@@ -75,11 +94,10 @@ class Hosts:
         hostfile = Hostfile(source="", name="x", hosts=entries)
         self.config: LaunchConfig = build_config(hostfile, Flags(model=model, is_offline=True), {})
         self.output = io.StringIO()
-        environment = {**os.environ, "XDG_CACHE_HOME": str(root / "cache"), "HF_HOME": str(root / "hub")}
         self.ready = tuple(
             ReadyHost(
                 entry=entry,
-                remote=LocalHost(entry.name, environment),
+                remote=LocalHost(entry.name, self.environment(entry.name)),
                 python=python_of(entry),
                 model=model,
                 facts=FACTS,
@@ -87,6 +105,11 @@ class Hosts:
             )
             for entry in self.config.hosts
         )
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Nothing of this user's own caches."""
+        folder = self.root / name
+        return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HOME": str(folder / "hub")}
 
     def delivery(self, **changes: Any) -> Delivery:
         made = Delivery(replace(self.config, **changes), self.ready, Console(self.output))
@@ -270,6 +293,38 @@ def test_nobody_has_it_and_no_hub_may_be_asked(hosts: Hosts) -> None:
         hosts.delivery().find()
     made = hosts.delivery()
     assert made.find(may_fetch=False) == ""
+
+
+class HubHosts(Hosts):
+    """They reach a hub of this test."""
+
+    url = ""
+
+    def environment(self, name: str) -> dict[str, str]:
+        hub = {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1"}
+        return {**super().environment(name), **hub}
+
+
+def test_one_host_fetches_from_the_hub_and_the_others_get_it_from_there(
+    tmp_path: Path, hub_module: ModuleType
+) -> None:
+    with hub_module.serve() as hub:
+        published = make_model(tmp_path / "published")
+        hub.folders["org/name"] = published
+        HubHosts.url = hub.url
+        hosts = HubHosts(tmp_path)
+        made = hosts.delivery(is_offline=False)
+        assert hub.requests == []  # to look asks nobody
+        assert made.find() == "a"
+        first, second = made.bring(())
+        assert first.received == 0
+        assert second.received >= SIZE
+        assert weights_of(hosts.delivered("b")) == weights_of(published)
+        assert hub.sent("model.safetensors") < 2 * SIZE  # headers first, then the file, once
+        assert "a fetches it from the hub, once for all" in hosts.output.getvalue()
+        num_requests = len(hub.requests)
+        assert hosts.delivery(is_offline=False).find() == "a"
+        assert len(hub.requests) == num_requests
 
 
 def test_a_path_that_no_host_has_is_refused(tmp_path: Path) -> None:
