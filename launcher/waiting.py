@@ -311,10 +311,8 @@ class _Connection:
         process.start()
 
     def _end_processes(self) -> None:
-        """Their input has ended. An agent takes its engines with it, which takes a moment."""
+        """Their input ends with the connection. An agent takes its engines with it, which takes a moment."""
         processes = list(self._processes)
-        for process in processes:
-            process.end_input()
         until = time.monotonic() + END_S
         for process in processes:
             if not process.wait(max(0.0, until - time.monotonic())):
@@ -397,11 +395,6 @@ class _Process:
     def _close(self) -> None:
         hang_up(self._channel)
         self._ended.set()
-
-    def end_input(self) -> None:
-        if self._local is not None:
-            self._local.close_stdin()
-        hang_up(self._channel)
 
     def wait(self, timeout_s: float) -> bool:
         return self._ended.wait(timeout_s)

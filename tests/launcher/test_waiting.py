@@ -439,6 +439,20 @@ def test_a_connection_that_ends_takes_what_it_started_with_it(host: Host, code: 
     assert process.wait(LIMIT_S) is not None and host.heard("the launcher is gone")
 
 
+def test_what_does_not_end_by_itself_is_killed(
+    host: Host, code: OneTimeCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = [sys.executable, "-I", "-u", "-c", "import time; time.sleep(600)  # endless"]
+    monkeypatch.setattr(waiting_module, "own_words", lambda command: endless)
+    monkeypatch.setattr(waiting_module, "END_S", 0.2)
+    host.pair(code)
+    remote = host.enter()
+    remote.start(["python"], lambda *_: None, lambda _: None)
+    child = child_of_this(re.compile("# endless"))
+    remote.close()
+    assert wait_for(lambda: not started(child)) and host.heard("did not end within 0.2 s and is killed")
+
+
 def test_the_end_of_the_agent_ends_what_it_started(host: Host, code: OneTimeCode) -> None:
     host.pair(code)
     remote = host.enter()
@@ -471,7 +485,9 @@ def child_of_this(command: re.Pattern[str]) -> int:
     return found[-1]
 
 
-def test_a_launcher_reaches_the_loopback_of_the_host_and_nothing_else(host: Host, code: OneTimeCode) -> None:
+def test_a_launcher_reaches_the_loopback_of_the_host_and_nothing_else(
+    host: Host, code: OneTimeCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host.pair(code)
     remote = host.enter()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -484,9 +500,17 @@ def test_a_launcher_reaches_the_loopback_of_the_host_and_nothing_else(host: Host
         far.close()
         assert near.recv(4) == b""
         near.close()
-    for place in (("127.0.0.1", 1), ("10.77.0.1", 22), ("example.org", 80)):
+    tried: list[tuple[str, int]] = []
+
+    def connect_to(place: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append(place)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", connect_to)
+    for place in (("127.0.0.1", 1), ("10.77.0.1", 22), ("example.org", 80), ("0.0.0.0", 22)):
         with pytest.raises(ConnectionRefusedError):
             remote.connect_to(*place, LIMIT_S)
+    assert tried == [("127.0.0.1", 1)]
     remote.close()
 
 

@@ -267,6 +267,26 @@ async def test_a_different_world_size_is_refused_with_both_numbers(run_mesh: Any
         assert "world size 3" in error.message and "has 2" in error.message
 
 
+@pytest.mark.parametrize("announce", [True, False])
+async def test_an_agent_that_is_told_to_announces_its_mesh_until_it_ends(
+    run_mesh: Any, monkeypatch: pytest.MonkeyPatch, announce: bool
+) -> None:
+    log: list[str] = []
+
+    class Announcer:
+        def stop(self) -> None:
+            log.append("goodbye")
+
+    def start(mesh: str) -> Announcer:
+        log.append(mesh)
+        return Announcer()
+
+    monkeypatch.setattr(lifecycle, "_announce", start)
+    async with run_mesh() as mesh:
+        await mesh.start_leader(announce=announce)
+    assert log == (["test", "goodbye"] if announce else [])
+
+
 async def test_a_second_run_of_a_live_mesh_on_this_host_is_refused_with_its_url(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
         leader, _ = await mesh.up()
