@@ -155,8 +155,10 @@ class Lab:
 
     def add_interface(self, host: str, interface: str) -> None:
         """One that leads nowhere, as a tunnel's."""
-        self._ip("-n", self.namespace(host), "link", "add", interface, "type", "dummy")
-        self._ip("-n", self.namespace(host), "link", "set", interface, "up")
+        space = self.namespace(host)
+        self._ip("-n", space, "link", "add", interface, "type", "veth", "peer", "name", f"{interface}x")
+        for name in (interface, f"{interface}x"):
+            self._ip("-n", space, "link", "set", name, "up")
 
     def add_route(self, host: str, network: str, interface: str) -> None:
         self._ip("-n", self.namespace(host), "route", "add", network, "dev", interface)
