@@ -231,6 +231,12 @@ def _notes(footprint: ModelFootprint, request: PlacementRequest) -> tuple[str, .
         )
     if not footprint.tensor.reason and footprint.tensor.divided:
         notes.append(_vocabulary_note(footprint))
+    if footprint.media:
+        notes.append(f"Takes pictures: the towers ({format_bytes(footprint.tower_bytes)}) are on rank 0.")
+    if footprint.media_refusal:
+        notes.append(f"Takes text only: {footprint.media_refusal}.")
+    if footprint.alone_reason:
+        notes.append(f"Serves one sequence at a time: {footprint.alone_reason}.")
     if request.context_tokens > request.context_for(footprint):
         notes.append(
             f"The model's own context is {footprint.context_length} tokens, so no more than that is planned."

@@ -24,6 +24,7 @@ import mlx.core as mx
 
 from mlx_mesh.node.engine.exchange import Array
 from mlx_mesh.node.engine.prefix_store import Cache, leaves
+from mlx_mesh.node.engine.row_media import RowMedia
 
 FORMAT = "1"
 """Changes with whatever makes old files wrong."""
@@ -89,8 +90,9 @@ def pack(cache: Cache) -> Packed:
     return Packed(forms, arrays, dtypes)
 
 
-def unpack(forms: Sequence[Any], arrays: dict[str, Any], fresh: Cache) -> Cache:
-    """`fresh`, an empty cache of the model, filled. Raises UnusableFile when it is of another kind."""
+def unpack(forms: Sequence[Any], arrays: dict[str, Any], fresh: Cache, num_tokens: int) -> Cache:
+    """`fresh`, an empty cache of the model, filled with that of `num_tokens`. Raises UnusableFile when it is
+    of another kind."""
 
     def value(form: Any) -> Any:
         ((kind, content),) = form.items()
@@ -109,6 +111,8 @@ def unpack(forms: Sequence[Any], arrays: dict[str, Any], fresh: Cache) -> Cache:
         raise UnusableFile("it is of other kinds of caches")
     for leaf, (_, form) in zip(empty, forms, strict=True):
         leaf.state = value(form)
+    if isinstance(fresh[-1], RowMedia):  # what it knows is no array
+        fresh[-1].num_tokens = [num_tokens]
     return fresh
 
 
@@ -232,7 +236,9 @@ class PrefixFolder:
             raise UnusableFile("it is of other tokens than its name says")
         arrays = mx.load(str(path), format="safetensors")
         mx.eval(arrays)
-        return Loaded(key_of(tokens), tokens, unpack(json.loads(metadata["forms"]), arrays, fresh))
+        return Loaded(
+            key_of(tokens), tokens, unpack(json.loads(metadata["forms"]), arrays, fresh, len(tokens))
+        )
 
     def _remove_oldest(self) -> None:
         total = 0

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mesh.node.engine.caches import cache_parts
+from mlx_mesh.node.engine.row_media import RowMedia
 
 Cache = list[Any]
 """One cache object for each layer, of one sequence."""
@@ -66,6 +67,8 @@ def begin_with(cache: Cache, num_kept: int, num_tokens: int) -> Cache:
         assert can_cut(cache), f"a cache of {num_kept} tokens that cannot be cut back to {num_tokens}"
         for part in cache:
             part.trim(num_kept - num_tokens)
+    if isinstance(cache[-1], RowMedia):
+        assert cache[-1].num_tokens == [num_tokens], "a kept row that does not know its length"
     return cache
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import mlx.core as mx
 import msgspec
 import pytest
 
@@ -15,6 +16,7 @@ from mlx_mesh.mesh.messages import (
     EngineCommand,
     EngineReport,
     GenerateRequest,
+    Media,
     RequestFailed,
     StepPlan,
     StopEngine,
@@ -26,6 +28,7 @@ from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.features import Features
 from mlx_mesh.node.engine.grammar import GrammarReady, RowGrammar
 from mlx_mesh.node.engine.loop import Follower, Generation, Leader
+from mlx_mesh.node.engine.pictures import PictureError, Pictures
 from mlx_mesh.node.engine.prefix_planner import Stored
 from mlx_mesh.node.engine.prefix_store import PrefixStore
 from mlx_mesh.node.engine.report import Reporter
@@ -48,8 +51,11 @@ class CountingGeneration:
     steps_of: dict[str, int] = field(default_factory=dict)
     prefixes: PrefixStore = field(default_factory=PrefixStore)
 
+    stream: Any = field(default_factory=lambda: mx.default_stream(mx.default_device()))
+
     def forget_request(self, request_id: str) -> None:
         self.grammars.pop(request_id, None)
+        self.features.pop(request_id, None)
 
     def take_stored(self) -> list[Stored]:
         return []
@@ -300,3 +306,84 @@ def test_a_stop_during_a_followers_warm_up_is_an_error(sockets: Any) -> None:
     plans = Plans([StepPlan(epoch=1, step=1, stop=True)])
     with pytest.raises(EngineError, match="during the warm-up"):
         Follower(cast(Generation, stage.generation), plans, stage.reporter).warm_up()
+
+
+# ---------------------------------------------------------------- prompts with pictures
+
+
+@dataclass
+class ScriptedPictures:
+    """A picture is five tokens; the file b"broken" is none."""
+
+    log: list[str]
+
+    def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
+        self.log.append("towers")
+        if b"broken" in media.images:
+            raise PictureError("it is broken")
+        ids = (7,) * 5
+        return ids, (1 << 31,) * 5, Features(5, {"inputs_embeds": mx.zeros((1, 5, 2))})
+
+
+def submit_picture(request_id: str, image: bytes, max_tokens: int = 2) -> Submit:
+    media = Media(text="<image>", images=(image,))
+    return Submit(request=GenerateRequest(id=request_id, prompt_ids=(9,), max_tokens=max_tokens, media=media))
+
+
+def answers(stage: Stage) -> dict[str, list[str]]:
+    """What came for each request, in order: "admitted", a finish reason, or a code."""
+    told: dict[str, list[str]] = {}
+    for report in received(stage):
+        if isinstance(report, RequestFailed):
+            told.setdefault(report.id, []).append(report.code)
+        elif isinstance(report, Tokens):
+            for request_id in report.admitted:
+                told.setdefault(request_id, []).append("admitted")
+            for chunk in report.chunks:
+                if chunk.finish_reason:
+                    told.setdefault(chunk.id, []).append(chunk.finish_reason)
+    return told
+
+
+def received(stage: Stage) -> list[EngineReport]:
+    stage.reporter._pipe.close()
+    found = []
+    while (report := stage.agent.receive()) is not None:
+        found.append(report)
+    return found
+
+
+def test_towers_run_between_steps_one_prompt_at_a_time(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    stage.leader._pictures = cast(Pictures, ScriptedPictures(stage.log))
+    log = stage.run(submit("text", 4), submit_picture("a", b"1"), submit_picture("b", b"2"), StopEngine())
+    assert log[:8] == ["idle", "towers", "publish 1", "apply 1", "step", "towers", "publish 2", "apply 2"]
+    told = answers(stage)
+    # Admitted before the towers see its files, so that files that end engines are found, and again to a row.
+    assert told["a"] == told["b"] == ["admitted", "admitted", "length"]
+    assert not stage.generation.features
+
+
+def test_a_request_whose_pictures_are_unusable_or_cancelled_ends_alone(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    stage.leader._pictures = cast(Pictures, ScriptedPictures(stage.log))
+    stage.run(
+        submit_picture("bad", b"broken"),
+        submit_picture("gone", b"1"),
+        Cancel(id="gone"),
+        submit_picture("good", b"2"),
+        StopEngine(),
+    )
+    told = answers(stage)
+    assert told["bad"] == ["admitted", "invalid_image"]
+    assert told["gone"] == ["cancelled"]
+    assert told["good"][-1] == "length"
+    assert stage.log.count("towers") == 2
+
+
+def test_a_model_without_towers_refuses_pictures_and_goes_on(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    stage.run(submit_picture("picture", b"1"), submit("text", 2), StopEngine())
+    told = answers(stage)
+    assert told["picture"][-1] == "invalid_image"
+    assert told["text"][-1] == "length"

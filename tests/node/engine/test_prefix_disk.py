@@ -17,6 +17,7 @@ from mlx_mesh.mesh.kv_budget import KvBudget
 from mlx_mesh.mesh.messages import GenerateRequest, Save
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.node.engine import prefix_disk
+from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.prefix_disk import (
     DiskWriter,
     Job,
@@ -66,14 +67,16 @@ def save(folder: PrefixFolder, cache: list[Any], num_kept: int, tokens: tuple[in
     saving.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "bfloat16", "quantised", "lfm2", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", "bfloat16", "quantised", "lfm2", "gemma3_text", "vision"])
 def test_a_model_goes_on_from_a_file_as_from_the_cache(
-    tiny: ModuleType, folder: PrefixFolder, tmp_path: Path, kind: str
+    tiny: ModuleType, tiny_vlm: ModuleType, folder: PrefixFolder, tmp_path: Path, kind: str
 ) -> None:
     config = tiny.CONFIGS.get(kind) or tiny.llama(head_dim=32, num_hidden_layers=3)
     if kind == "gemma3_text":
         config = config | {"sliding_window": 16, "num_hidden_layers": 3, "sliding_window_pattern": 3}
     model = tiny.build(config).model
+    if kind == "vision":
+        model = LanguagePart(tiny_vlm.build("qwen2_vl").language_model)
     if kind == "bfloat16":
         model.update({})
         model.set_dtype(mx.bfloat16)
@@ -127,7 +130,7 @@ def test_files_of_another_rank_or_model_are_not_read_and_other_caches_are_no_mat
     assert PrefixFolder(tmp_path, "other", 0, LIMIT).load(make_small, LIMIT) == []
     assert len(PrefixFolder(tmp_path, "model", 0, LIMIT).load(make_small, LIMIT)) == 1
     with pytest.raises(UnusableFile, match="other kinds"):
-        unpack(pack(small()).forms, {}, [QuantisedRow(group_size=32, bits=4)])
+        unpack(pack(small()).forms, {}, [QuantisedRow(group_size=32, bits=4)], 8)
 
 
 def test_the_least_recently_used_files_go_when_there_are_too_many_bytes(tmp_path: Path) -> None:
