@@ -434,6 +434,7 @@ class Tokens(Message, frozen=True):
     chunks: tuple[TokenChunk, ...]
     admitted: tuple[str, ...] = ()
     cached: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()  # of `admitted`, how long prompts with media are; () = none has any
 
 
 class RequestFailed(Message, frozen=True):

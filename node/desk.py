@@ -196,12 +196,18 @@ class Desk:
 
     # ------------------------------------------------------------ the engine's side
 
-    def note_admitted(self, request_ids: tuple[str, ...], cached: tuple[int, ...] = ()) -> None:
-        """These take part in the steps to come, and begin with so many `cached` tokens."""
+    def note_admitted(
+        self, request_ids: tuple[str, ...], cached: tuple[int, ...] = (), prompts: tuple[int, ...] = ()
+    ) -> None:
+        """These take part in the steps to come, and begin with so many `cached` tokens of their prompts, whose
+        lengths are `prompts` where only the engine knows them. Clients hear it once `cached` is known."""
         self.journal.note_admitted(request_ids)
-        for request_id, num_cached in zip(request_ids, cached, strict=False):
+        for request_id, num_cached, num_prompt in zip(
+            request_ids, cached, prompts or [0] * len(cached), strict=False
+        ):
             if self.journal.is_new(request_id):  # one that comes back said it before
-                self._send(Chunk(chunk=TokenChunk(id=request_id, cached_tokens=num_cached)))
+                chunk = TokenChunk(id=request_id, cached_tokens=num_cached, prompt_tokens=num_prompt)
+                self._send(Chunk(chunk=chunk))
 
     def take(self, chunks: tuple[TokenChunk, ...]) -> bool:
         """Pass on what a step produced; True when it had tokens (the step was real work)."""

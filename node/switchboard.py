@@ -219,7 +219,7 @@ class Switchboard:
         )
 
     def _take_tokens(self, report: Tokens) -> None:
-        self._desk.note_admitted(report.admitted, report.cached)
+        self._desk.note_admitted(report.admitted, report.cached, report.prompts)
         if not self._roster.mesh.paranoid or self._roster.world_size == 1:
             self._pass_on(report)
             return

@@ -349,7 +349,7 @@ class Leader:
         """Turn a prompt with pictures into one that the scheduler knows how to admit."""
         assert request.media is not None
         # Said before the towers run: a file that ends engines is found by it.
-        self._reporter.send(Tokens(step=self._reporter.step, chunks=(), admitted=(request.id,), cached=(0,)))
+        self._reporter.send(Tokens(step=self._reporter.step, chunks=(), admitted=(request.id,)))
         self._reporter.begin_step(PICTURE_TOKENS * len(request.media.images))
         try:
             if self._pictures is None:
@@ -398,8 +398,16 @@ class Leader:
             if plan.admit and not is_silent:  # before any rank computes them: one may never come back
                 admitted = tuple(admission.id for admission in plan.admit)
                 cached = tuple(map(self._scheduler.num_cached, admitted))
-                step = self._reporter.step
-                self._reporter.send(Tokens(step=step, chunks=(), admitted=admitted, cached=cached))
+                prompts = tuple(map(self._scheduler.num_prompt, admitted))
+                self._reporter.send(
+                    Tokens(
+                        step=self._reporter.step,
+                        chunks=(),
+                        admitted=admitted,
+                        cached=cached,
+                        prompts=prompts if any(prompts) else (),
+                    )
+                )
             self._plans.publish(plan)
             self._published.append(plan)
         if self._published:

@@ -154,6 +154,10 @@ class Scheduler:
         """Prompt tokens of an admitted request that need not be computed."""
         return self._running[request_id].num_cached
 
+    def num_prompt(self, request_id: str) -> int:
+        """Tokens of an admitted request's prompt that the front end cannot count; 0 for all others."""
+        return self._running[request_id].num_prompt
+
     def next_plan(self, now_s: float) -> StepPlan:
         """The next step's plan, in arrival order; `now_s` dates the admissions."""
         for request_id in self._to_cancel:

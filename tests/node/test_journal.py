@@ -298,6 +298,16 @@ def test_the_client_hears_once_that_it_has_its_place_and_how_much_was_kept(bench
     assert len(bench.sent) == num_sent
 
 
+def test_of_a_prompt_with_pictures_the_client_hears_its_length_once_that_is_known(bench: Bench) -> None:
+    bench.desk.open(1, 100)
+    bench.submit("a")
+    num_sent = len(bench.sent)
+    bench.desk.note_admitted(("a",))  # its pictures are being read
+    assert len(bench.sent) == num_sent
+    bench.desk.note_admitted(("a",), (61,), (62,))
+    assert bench.sent[num_sent:] == [Chunk(chunk=TokenChunk(id="a", cached_tokens=61, prompt_tokens=62))]
+
+
 def test_a_request_that_ends_engines_fails_alone_and_says_so(bench: Bench) -> None:
     bench.desk.open(1, 100)
     bench.submit("bad")
