@@ -199,8 +199,8 @@ class Desk:
     def note_admitted(
         self, request_ids: tuple[str, ...], cached: tuple[int, ...] = (), prompts: tuple[int, ...] = ()
     ) -> None:
-        """These take part in the steps to come, and begin with so many `cached` tokens of their prompts, whose
-        lengths are `prompts` where only the engine knows them. Clients hear it once `cached` is known."""
+        """These take part in the steps to come, and begin with so many `cached` tokens of their prompts, of
+        which only the engine may know the lengths, `prompts`. Clients hear it once `cached` is known."""
         self.journal.note_admitted(request_ids)
         for request_id, num_cached, num_prompt in zip(
             request_ids, cached, prompts or [0] * len(cached), strict=False

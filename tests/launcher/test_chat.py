@@ -16,12 +16,14 @@ from typing import Any, cast
 
 import pytest
 
+from mlx_mesh.launcher import chat as chat_module
 from mlx_mesh.launcher.api import Api, ApiError
 from mlx_mesh.launcher.chat import (
     MAX_PIPED_CHARS,
     Chat,
     ChatSettings,
     Speed,
+    ask_once,
     content_of,
     converse,
     piped_question,
@@ -114,6 +116,22 @@ def test_an_image_is_sent_itself_and_not_its_path(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ApiError, match="no image by its name"):
         content_of(f"image:{tmp_path}/notes.txt")
+
+
+def test_an_image_goes_with_one_question_and_stays_in_the_conversation(
+    api: ScriptedApi, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cat.png").write_bytes(b"\x89PNG")
+    ask_once(chat, f"image:{tmp_path}/cat.png what?", io.StringIO())
+    typed(monkeypatch, chat, "and?")
+    image = api.bodies[0]["messages"][1]["content"][0]
+    assert image["image_url"]["url"] == "data:image/png;base64,iVBORw=="
+    assert api.bodies[1]["messages"][1]["content"][0] == image  # the server keeps nothing
+    with pytest.raises(ApiError, match=r"none.png cannot be read \(No such file"):
+        ask_once(chat, f"image:{tmp_path}/none.png", io.StringIO())
+    monkeypatch.setattr(chat_module, "MAX_IMAGE_BYTES", 3)
+    with pytest.raises(ApiError, match="4 bytes; at most 3"):
+        ask_once(chat, f"image:{tmp_path}/cat.png", io.StringIO())
 
 
 def test_what_is_piped_in_is_one_question() -> None:

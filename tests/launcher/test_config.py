@@ -68,6 +68,18 @@ def test_other_models_of_the_file_are_taken_unless_flags_name_some(tmp_path: Pat
     assert (config.embedding_model, config.allowed_models) == ("", ("org/c",))
 
 
+def test_images_come_from_hosts_of_the_file_or_the_flag_alone() -> None:
+    file = HOSTS.replace("port: 1", "port: 1, allowed_media_domains: [Img.Example]")
+    assert build(Flags()).allowed_media_domains == ()
+    assert build(Flags(), file).allowed_media_domains == ("img.example",)
+    assert build(Flags(allowed_media_domains=("CDN.example",)), file).allowed_media_domains == (
+        "cdn.example",
+    )
+    for host in ("https://img.example", "*.example", "img.example:80", "img.example/x", "", "a b", "::1"):
+        with pytest.raises(SettingsError, match=r"--allowed-media-domains: .* is no host name"):
+            build(Flags(allowed_media_domains=(host,)))
+
+
 def test_replicas_of_the_file_or_the_flag_divide_the_hosts() -> None:
     config = build(Flags(), HOSTS.replace("local: true", "local: true, slots: 4") + "\nreplicas: 2")
     assert [(host.name, host.slots) for host in config.hosts] == [("local", 2), ("local.2", 2)]

@@ -138,7 +138,9 @@ def test_faults_of_keys_and_of_values_are_told_together() -> None:
 
 
 def test_an_unknown_key_without_a_near_one_lists_what_is_valid_there() -> None:
-    assert "valid here: host, port" in fault("serve: {xyzzy: 1}\nhosts: [{local: true}]")
+    assert "valid here: allowed_media_domains, host, port" in fault(
+        "serve: {xyzzy: 1}\nhosts: [{local: true}]"
+    )
 
 
 def test_a_key_written_twice_is_an_error() -> None:
@@ -236,6 +238,11 @@ def test_the_mpi_backend_is_refused_with_the_reason() -> None:
     message = fault("backend: mpi\nhosts: [{local: true}]")
     assert message.startswith("hosts.yaml:1: backend mpi is not offered: ranks are started one by one")
     assert "no MPI job" in fault('{"backend": "mpi", "hosts": [{"ssh": "a", "ips": []}]}', "m.json")
+
+
+def test_hosts_of_images_are_names_alone() -> None:
+    message = fault('serve:\n  allowed_media_domains:\n  - a.example\n  - "*.b"\nhosts: [{local: true}]')
+    assert message.startswith("hosts.yaml:4: `*.b` is no host name") and "wildcard" in message
 
 
 def test_an_unknown_backend_lists_the_known_ones() -> None:

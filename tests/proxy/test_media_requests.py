@@ -249,6 +249,12 @@ def test_tools_go_with_pictures(
     assert "<image>what?" in request.media.text and '"look"' in request.media.text
 
 
+def test_conversation_headers_count_the_real_prompt(seeing_front: Any) -> None:
+    for stream in (False, True):
+        response = seeing_front.post(CHAT, {**chat(image_url(RED)), "stream": stream})
+        assert response.headers["x-conv-processing-tokens"] == "700"
+
+
 # ---------------------------------------------------------------- pixels
 
 

@@ -1,0 +1,69 @@
+"""Whatever stands where a part should: a part, or a 400 that names a field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_mesh.proxy.errors import ApiError
+from mlx_mesh.proxy.media.parts import PartReader
+from mlx_mesh.proxy.media.picture import Picture, blamed, image_part, joined, pictures_of, text_part
+
+READER = PartReader(refusal="")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.just("data:image/png;base64,aGk="),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "url", "source", "data", "media_type", "detail", "image_url", "text"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+KINDS = st.sampled_from(["image_url", "input_image", "text", "image", "base64", "url", "file", None, 5])
+PARTS = st.dictionaries(
+    st.sampled_from(["image_url", "detail", "text", "file_id", "source"]), JSON, max_size=4
+)
+
+
+@given(PARTS, KINDS)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_any_part_is_read_or_refused(part: dict[str, Any], kind: Any) -> None:
+    for read in (
+        lambda: READER.openai([{"type": kind, **part}], "p"),
+        lambda: READER.anthropic_image({**part, "type": "image"}, "p"),
+        lambda: READER.ollama("x", [part.get("source")], "p"),
+    ):
+        try:
+            read()
+        except ApiError as error:
+            assert error.status == 400 and error.param is not None and error.param.startswith("p")
+
+
+def test_texts_side_by_side_are_lines_and_pictures_part_them() -> None:
+    one, two = Picture("a", "p[1]"), Picture("b", "p[4]")
+    parts = [text_part("x"), image_part(one), text_part("y"), text_part("z"), image_part(two)]
+    content = joined(parts)
+    assert content == [text_part("x"), image_part(one), text_part("y\nz"), image_part(two)]
+    assert pictures_of([{"content": "text"}, {"content": content}, {}]) == [one, two]
+    assert joined([text_part("x"), text_part("y")]) == "x\ny" and joined([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("param", "params", "named"),
+    [
+        ("images[1]", ("a", "b"), "b"),
+        ("images[2]", ("a", "b"), ""),
+        ("", ("a",), "a"),
+        ("", ("a", "b"), ""),
+        ("", (), ""),
+        ("something", ("a",), "a"),
+    ],
+)
+def test_which_part_the_engine_means(param: str, params: tuple[str, ...], named: str) -> None:
+    assert blamed(param, params) == named
