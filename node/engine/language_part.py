@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.cache import KVCache
 
 from mlx_mesh.node.engine.features import clear_state
 from mlx_mesh.node.engine.one_row import for_one_row
@@ -34,6 +33,8 @@ class LanguagePart(nn.Module):  # type: ignore[misc]
         return list(layers_of(self.language_model))
 
     def make_cache(self) -> list[Any]:
+        from mlx_vlm.models.cache import KVCache
+
         own = getattr(self.language_model, "make_cache", None)
         caches = own() if own is not None else [KVCache() for _ in self.layers]
         if self.is_for_one_row:
