@@ -31,7 +31,8 @@ def read_known_marks(folder: Path, added: Iterable[tuple[int, str]]) -> KnownMar
     names = [found[name] for name in _FIRST if name in found]
     names += [text for name, text in sorted(found.items()) if name not in _FIRST]
     family = str(contents["config.json"].get("model_type") or "")
-    return KnownMarks(tuple(dict.fromkeys(names)), frozenset(text_of.values()), _family_mark(family))
+    own = next((found[name] for name in _FIRST if name in found), "")
+    return KnownMarks(tuple(dict.fromkeys(names)), frozenset(text_of.values()), _family_mark(family), own)
 
 
 def _named(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -65,11 +65,12 @@ class ImageMark:
 class KnownMarks:
     """What the model's files and mlx-vlm say. `names`: its tokens for media, the picture's own first;
     `special`: all its added tokens; `family`: what mlx-vlm writes for a picture in a text, None = nothing is
-    known, '' = it writes nothing, as the processor does."""
+    known, '' = it writes nothing, as the processor does; `own`: of `names`, the one for a whole picture."""
 
     names: tuple[str, ...]
     special: frozenset[str]
     family: str | None
+    own: str = ""
 
 
 def find_mark(render: Render, known: KnownMarks) -> ImageMark | None:
@@ -79,7 +80,7 @@ def find_mark(render: Render, known: KnownMarks) -> ImageMark | None:
             return found
     text = known.family
     if text is None:
-        text = next(iter(known.names), "<image>")  # mlx-vlm's own default
+        text = known.own or "<image>"  # mlx-vlm's default
     if text == "":
         return ImageMark(None, "", None, _any_of(known.names))
     mark = text.strip()

@@ -42,7 +42,7 @@ Load = Callable[..., ModelTokenizer]
 
 
 def known(*names: str, special: tuple[str, ...] = (), family: str | None = None) -> KnownMarks:
-    return KnownMarks(names, frozenset(special), family)
+    return KnownMarks(names, frozenset(special), family, own=names[0] if names else "")
 
 
 def mark_of(tokenizer: ModelTokenizer, marks: KnownMarks = NOTHING_KNOWN) -> ImageMark:
@@ -235,7 +235,9 @@ def test_what_a_models_files_say(tmp_path: Path) -> None:
     marks = read_known_marks(tmp_path, [(1, "<eos>"), (5, "<boi>"), (7, "<soft>")])
     assert marks.names == ("<soft>", "<boi>", "<eoi>")
     assert marks.special == {"<eos>", "<boi>", "<soft>"}
-    assert marks.family == "<start_of_image>"  # as mlx-vlm writes it
+    assert (marks.own, marks.family) == ("<soft>", "<start_of_image>")  # and as mlx-vlm writes it
+    (tmp_path / "config.json").write_text(json.dumps({"img_context_token_id": 7}))
+    assert read_known_marks(tmp_path, [(7, "<IMG_CONTEXT>")]).own == ""  # one of many of a picture
 
 
 @pytest.mark.parametrize(
