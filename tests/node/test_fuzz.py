@@ -158,7 +158,7 @@ async def test_a_mesh_takes_no_harm_from_nonsense_of_a_member(run_mesh: Any) -> 
         assert await line.answer("a") == (mesh.undisturbed_tokens(20), "length")
         status = await line.status()
         assert status.ready and status.epoch == 1 and status.ranks[0].phase is Phase.READY
-        coordinator = leader.process._coordinator
+        (coordinator,) = leader.process._reception._replicas
         assert coordinator._switchboard.rejected == {"rank": 1, "epoch": 2, "sequence": 1}
         assert coordinator._channel.num_rejected_frames > 30
 
