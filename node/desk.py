@@ -27,6 +27,11 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.node.journal import Entry, Journal
 
 RETRY_AFTER_S = 5
+
+MAX_MEDIA_BYTES = 512 * 1024 * 1024
+"""Pictures of open requests are kept until their end, so that a recovery can read them again; with so many
+bytes of them open, text alone is taken."""
+
 DOWN_RETRY_AFTER_S = 30
 """When a host has to come back first."""
 
@@ -278,7 +283,14 @@ class Desk:
         """Code, message and seconds to wait, for a request that cannot be taken."""
         if request.id in self.journal:
             return "duplicate_request", f"The request id {request.id} is in use.", 0
-        return self._closed()
+        closed = self._closed()
+        if closed is None and request.media is not None and self.journal.media_bytes >= MAX_MEDIA_BYTES:
+            return (
+                "queue_full",
+                f"The open requests hold {MAX_MEDIA_BYTES} bytes of pictures or more. Try again later.",
+                RETRY_AFTER_S,
+            )
+        return closed
 
     def _closed(self) -> tuple[str, str, int] | None:
         """The same of any request."""

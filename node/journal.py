@@ -64,6 +64,11 @@ class Journal:
     def num_suspects(self) -> int:
         return sum(entry.is_suspect for entry in self._entries.values())
 
+    @property
+    def media_bytes(self) -> int:
+        """Of the pictures of all open requests."""
+        return sum(_media_bytes(entry.request) for entry in self._entries.values())
+
     def is_submitted(self, request_id: str) -> bool:
         """An engine of this epoch has it."""
         entry = self._entries.get(request_id)
@@ -210,3 +215,7 @@ def _admit(entry: Entry) -> GenerateRequest:
     entry.is_submitted = True
     request = entry.request
     return msgspec.structs.replace(request, sent_ids=(*request.sent_ids, *entry.sent_ids))
+
+
+def _media_bytes(request: GenerateRequest) -> int:
+    return sum(map(len, request.media.images)) if request.media is not None else 0

@@ -12,6 +12,7 @@ from mlx_mesh.mesh.messages import (
     Drain,
     Failed,
     GenerateRequest,
+    Media,
     Readiness,
     RequestFailed,
     ResetPrefixes,
@@ -19,6 +20,7 @@ from mlx_mesh.mesh.messages import (
     Submit,
     TokenChunk,
 )
+from mlx_mesh.node import desk
 from mlx_mesh.node.desk import Desk
 from mlx_mesh.node.journal import Journal
 
@@ -373,6 +375,21 @@ def test_a_full_desk_refuses(bench: Bench) -> None:
     for name in "abc":
         bench.submit(name)
     assert [e.code for e in bench.sent if isinstance(e, Failed)] == ["queue_full"]
+
+
+def test_pictures_of_open_requests_are_bounded_together_and_text_is_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "MAX_MEDIA_BYTES", 5)
+    bench.desk.open(1, 100)
+    pictures = Media(text="", images=(b"123", b"45"))
+    bench.desk.hear(Submit(request=request("first", media=pictures)))
+    bench.desk.hear(Submit(request=request("second", media=pictures)))
+    bench.submit("text")
+    assert [(e.id, e.code) for e in bench.sent if isinstance(e, Failed)] == [("second", "queue_full")]
+    bench.desk.take((tokens(reason="stop", request_id="first"),))
+    bench.desk.hear(Submit(request=request("third", media=pictures)))
+    assert len([e for e in bench.sent if isinstance(e, Failed)]) == 1
 
 
 def test_a_duplicate_id_is_refused_and_the_first_goes_on(bench: Bench) -> None:
