@@ -357,7 +357,8 @@ class Leader:
             with mx.stream(self._generation.stream):
                 ids, keys, features = self._pictures.read(request.media)
         except PictureError as error:
-            self._reporter.send(RequestFailed(id=request.id, code="invalid_image", message=str(error)))
+            failed = RequestFailed(id=request.id, code="invalid_image", message=str(error), param=error.param)
+            self._reporter.send(failed)
             return
         finally:
             self._reporter.read_pictures()

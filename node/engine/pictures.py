@@ -33,7 +33,12 @@ _MARK_NAMES = (
 
 
 class PictureError(MeshError):
-    """The pictures of one request cannot be used; the message says why."""
+    """The pictures of one request cannot be used; the message says why. `param`: the one at fault, like
+    "images[2]", '' when it is not known."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Pictures:
@@ -72,10 +77,16 @@ class Pictures:
         processor = self._load_processor()
         limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
         config = self._whole.config
+        images = []
+        for at, image in enumerate(media.images):
+            try:
+                images.append(load_image(io.BytesIO(image)))
+            except Exception as error:  # Pillow's readers raise whatever a stranger's file makes them raise
+                raise PictureError(f"It cannot be read: {_first_line(error)}", f"images[{at}]") from error
         try:
             inputs = prepare_inputs(
                 processor,
-                images=[load_image(io.BytesIO(image)) for image in media.images],
+                images=images,
                 prompts=media.text,
                 image_token_index=getattr(config, "image_token_index", None),
                 add_special_tokens=should_add_special_tokens(config.model_type, processor),
