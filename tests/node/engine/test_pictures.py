@@ -121,16 +121,17 @@ def test_files_become_ids_keys_and_features(vlm: ModuleType, tiny_vlm_folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("images", "words"),
+    ("images", "words", "param"),
     [
-        ((b"no picture",), "processor cannot read"),
-        ((), "no picture"),
-        ((b"\x89PNG\r\n\x1a\n",), "cannot read"),
+        ((b"no picture",), "cannot be read", "images[0]"),
+        ((), "no picture", ""),
+        ((b"\x89PNG\r\n\x1a\n",), "cannot be read", "images[0]"),
     ],
 )
 def test_what_is_no_picture_is_an_error_of_the_request(
-    vlm: ModuleType, tiny_vlm_folder: Path, images: tuple[bytes, ...], words: str
+    vlm: ModuleType, tiny_vlm_folder: Path, images: tuple[bytes, ...], words: str, param: str
 ) -> None:
     lazy = open_lazy(tiny_vlm_folder, with_vision=True)
-    with pytest.raises(PictureError, match=words):
+    with pytest.raises(PictureError, match=words) as caught:
         Pictures(tiny_vlm_folder, lazy.whole).read(Media(text=vlm.prompt("?"), images=images))
+    assert caught.value.param == param
