@@ -47,7 +47,16 @@ def measure_folder(
     from mlx_mesh.node.engine.loader import open_lazy
 
     with_vision, refusal = choose_vision(folder, vision, has_adapter=bool(adapter))
-    lazy = open_lazy(folder, adapter, with_vision=with_vision)
+    if with_vision and (problem := _processor_problem(folder)):
+        if vision is VisionMode.ON:
+            raise SettingsError(f"{folder} cannot take pictures: {problem}.")
+        with_vision, refusal = False, problem
+    try:
+        lazy = open_lazy(folder, adapter, with_vision=with_vision)
+    except SettingsError as error:
+        if not refusal:
+            raise
+        raise SettingsError(f"{error} With its tower it is not served: {refusal}.") from error
     chosen = chosen_experts(lazy.config)
     active = [activity(layer, chosen) for layer in lazy.layers]  # measuring may hook the layers
     measured = measure_certified(lazy, digest)
@@ -58,6 +67,16 @@ def measure_folder(
     return msgspec.structs.replace(
         measured, layers=layers, quantization=quantization_of(lazy.config), media_refusal=refusal
     )
+
+
+def _processor_problem(folder: Path) -> str:
+    from mlx_mesh.node.engine.vision_model import load_processor
+
+    try:
+        load_processor(folder)
+    except SettingsError as error:
+        return str(error)
+    return ""
 
 
 def kept_footprint(model: str, adapter: str = "", vision: VisionMode = VisionMode.AUTO) -> ModelFootprint:

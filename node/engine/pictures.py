@@ -14,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_mesh.mesh.errors import MeshError
+from mlx_mesh.mesh.errors import MeshError, SettingsError
 from mlx_mesh.mesh.messages import Media
 from mlx_mesh.node.engine.features import Features, clear_state, features_of
 from mlx_mesh.node.engine.tower_memo import TowerMemo
+from mlx_mesh.node.engine.vision_model import load_processor
 
 PICTURE_KEY = 1 << 31
 """Keys of picture tokens begin here; no vocabulary comes near. Below 1 << 32."""
@@ -98,15 +99,10 @@ class Pictures:
 
     def _load_processor(self) -> Any:
         if self._processor is None:
-            from mlx_vlm.utils import load_processor
-
             try:
-                self._processor = load_processor(self._folder, add_detokenizer=False)
-            except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
-                raise PictureError(
-                    f"The processor of this model cannot be loaded: {_first_line(error)} If it names PyTorch "
-                    "or torchvision, install that on the leader."
-                ) from error
+                self._processor = load_processor(self._folder)
+            except SettingsError as error:
+                raise PictureError(f"The model cannot take pictures: {error}.") from error
         return self._processor
 
     def _marks(self) -> frozenset[int]:

@@ -30,6 +30,21 @@ def load_vision(folder: Path) -> tuple[Any, dict[str, Any]]:
         ) from error
 
 
+def load_processor(folder: Path) -> Any:
+    """The model's own, from files and without running code of the folder. Raises SettingsError that says what
+    is missing."""
+    from mlx_vlm import utils
+
+    try:
+        return utils.load_processor(folder, add_detokenizer=False)
+    except Exception as error:  # whatever a processor's own code raises
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise SettingsError(
+            f"its processor cannot be loaded ({words}); if that names PyTorch or torchvision, install it on "
+            "the leader"
+        ) from error
+
+
 def tower_arrays(whole: Any) -> list[Any]:
     """The parameters that are not the language part's: towers and projectors, for the leader."""
     in_language = {id(array) for _, array in tree_flatten(whole.language_model.parameters())}

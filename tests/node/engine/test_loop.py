@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -316,9 +316,11 @@ class ScriptedPictures:
     """A picture is five tokens; the file b"broken" is none."""
 
     log: list[str]
+    meanwhile: Callable[[], None] = lambda: None
 
     def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
         self.log.append("towers")
+        self.meanwhile()
         if b"broken" in media.images:
             raise PictureError("it is broken")
         ids = (7,) * 5
@@ -379,6 +381,16 @@ def test_a_request_whose_pictures_are_unusable_or_cancelled_ends_alone(sockets: 
     assert told["gone"] == ["cancelled"]
     assert told["good"][-1] == "length"
     assert stage.log.count("towers") == 2
+
+
+def test_a_cancel_while_the_towers_run_ends_the_request_before_its_first_token(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    pictures = ScriptedPictures(stage.log, lambda: stage.commands.insert(0, Cancel(id="gone")))
+    stage.leader._pictures = cast(Pictures, pictures)
+    stage.run(submit_picture("gone", b"1", max_tokens=50), StopEngine())
+    told = answers(stage)
+    assert told["gone"][-1] == "cancelled"
+    assert stage.log.count("step") <= 2 and not stage.generation.features
 
 
 def test_a_model_without_towers_refuses_pictures_and_goes_on(sockets: Any) -> None:

@@ -9,8 +9,13 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 import pytest
+from mlx.utils import tree_flatten
 
+from mlx_mesh.mesh.errors import SettingsError
+from mlx_mesh.mesh.memory import ModelMemory
 from mlx_mesh.mesh.messages import Media
+from mlx_mesh.mesh.types import VisionMode
+from mlx_mesh.node.engine import inspect
 from mlx_mesh.node.engine.feature_wire import decode_features, encode_features
 from mlx_mesh.node.engine.features import Features, features_of
 from mlx_mesh.node.engine.loader import open_lazy
@@ -135,3 +140,33 @@ def test_what_is_no_picture_is_an_error_of_the_request(
     with pytest.raises(PictureError, match=words) as caught:
         Pictures(tiny_vlm_folder, lazy.whole).read(Media(text=vlm.prompt("?"), images=images))
     assert caught.value.param == param
+
+
+def test_a_model_whose_processor_cannot_be_loaded_takes_text_only_and_says_why(
+    tiny_vlm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ImportError("Qwen2VLVideoProcessor requires the Torchvision library.")
+
+    assert inspect.measure_folder(tiny_vlm_folder, "").media == ("image",)
+    monkeypatch.setattr("mlx_vlm.utils.load_processor", fail)
+    footprint = inspect.measure_folder(tiny_vlm_folder, "")
+    assert footprint.media == () and footprint.tower_bytes == 0
+    assert "requires the Torchvision library); " in footprint.media_refusal
+    with pytest.raises(SettingsError, match="Torchvision"):
+        inspect.measure_folder(tiny_vlm_folder, "", vision=VisionMode.ON)
+
+
+def test_the_plan_counts_towers_and_embedding_where_they_are_read(tiny_vlm_folder: Path) -> None:
+    footprint = inspect.measure_folder(tiny_vlm_folder, "")
+    lazy = open_lazy(tiny_vlm_folder, with_vision=True)
+    everything = sum(int(array.nbytes) for _, array in tree_flatten(lazy.whole.parameters()))
+    assert 0 < footprint.tower_bytes < footprint.weights_bytes == everything
+    memory = ModelMemory.of(footprint, 16, 1)
+    last, first = memory.stage(3, 6).weights, memory.stage(0, 3).weights
+    assert first == memory.layers_weights(0, 3) + footprint.embedding_bytes
+    assert last - memory.layers_weights(3, 6) == (
+        footprint.head_bytes + footprint.tower_bytes + footprint.embedding_bytes
+    )
+    tensor = footprint.tensor
+    assert tensor.weights_bytes([1, 1], 0) - tensor.weights_bytes([1, 1], 1) >= footprint.tower_bytes
