@@ -1,13 +1,18 @@
 """Caches of models that are right for one sequence at a time only, as the generator wants caches to be.
 
 The generator joins and splits batches even when they have one row. Some caches cannot be joined, and with
-others a joined batch computes something else; of one row all that is nothing to do.
+others a joined batch computes something else; of one row all that is nothing to do. But who joins or takes
+a row gets arrays of his own, as from a real batch: caches write into theirs in place, and a prefix that is
+kept must stay as it is.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
+
+import mlx.core as mx
 
 _made: dict[type, type] = {}
 
@@ -28,14 +33,14 @@ class _OneRow:
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
         (alone,) = caches
-        return alone
+        return _apart(alone)
 
     def filter(self, keep: Any) -> None:
         """It stays: a batch without rows drops its caches as a whole."""
 
     def extract(self, row: int) -> Any:
         assert row == 0, f"row {row} of a cache for one row"
-        return self
+        return _apart(self)
 
     def extend(self, other: Any) -> None:
         raise ValueError("this model serves one sequence at a time; the scheduler must not add another")
@@ -45,3 +50,19 @@ class _OneRow:
 
     def finalize(self) -> None:
         """See prepare."""
+
+
+def _apart(cache: Any) -> Any:
+    """The same cache in objects of its own. Their buffers are shared for as long as nobody writes."""
+    apart = copy.copy(cache)
+    for name, value in vars(cache).items():
+        setattr(apart, name, _own(value))
+    return apart
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return mx.stop_gradient(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_own(item) for item in value])
+    return _apart(value) if hasattr(value, "is_trimmable") else value

@@ -84,9 +84,12 @@ def pack(cache: Cache) -> Packed:
 
     forms = []
     for _, leaf in leaves(cache):
+        if getattr(leaf, "start_position", 0):
+            raise UnusableFile("a cache has only the last chunk of its prefix, which no file can")
         if getattr(leaf, "keys", None) is not None and hasattr(leaf, "keys_and_values"):
             leaf.keys, leaf.values = leaf.keys_and_values()  # without room to grow
-        forms.append([type(leaf).__name__, form(leaf.state)])
+        more = getattr(leaf, "meta_state", "")  # mlx-vlm's caches keep lengths there, mlx-lm's in `state`
+        forms.append([type(leaf).__name__, form(leaf.state), *([form(more)] if more else [])])
     return Packed(forms, arrays, dtypes)
 
 
@@ -107,10 +110,14 @@ def unpack(forms: Sequence[Any], arrays: dict[str, Any], fresh: Cache, num_token
                 return content
 
     empty = [leaf for _, leaf in leaves(fresh)]
-    if [name for name, _ in forms] != [type(leaf).__name__ for leaf in empty]:
+    if [name for name, *_ in forms] != [type(leaf).__name__ for leaf in empty]:
         raise UnusableFile("it is of other kinds of caches")
-    for leaf, (_, form) in zip(empty, forms, strict=True):
+    for leaf, (_, form, *more) in zip(empty, forms, strict=True):
+        if bool(getattr(leaf, "meta_state", "")) != bool(more):
+            raise UnusableFile("it does not say how long its caches are")
         leaf.state = value(form)
+        if more:
+            leaf.meta_state = value(more[0])
     if isinstance(fresh[-1], RowMedia):  # what it knows is no array
         fresh[-1].num_tokens = [num_tokens]
     return fresh

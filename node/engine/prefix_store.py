@@ -84,13 +84,16 @@ def referring(cache: Any) -> Any:
 
 def can_cut(cache: Cache) -> bool:
     """Whether this cache, as it is, can be cut back to any shorter prefix."""
-    return all(part.is_trimmable() for part in cache)
+    return all(
+        part.is_trimmable() and not getattr(part, "start_position", 0)  # > 0: a chunk's beginning is gone
+        for _, part in leaves(cache)
+    )
 
 
 def can_always_cut(model: Any) -> bool:
     """Whether all caches of the model can be cut back at any length."""
     return all(
-        part.is_trimmable() and not getattr(part, "max_size", None)
+        part.is_trimmable() and not getattr(part, "max_size", None) and not getattr(part, "chunk_size", None)
         for _, part in leaves(make_prompt_cache(model))
     )
 

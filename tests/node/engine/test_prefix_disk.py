@@ -67,7 +67,7 @@ def save(folder: PrefixFolder, cache: list[Any], num_kept: int, tokens: tuple[in
     saving.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "bfloat16", "quantised", "lfm2", "gemma3_text", "vision"])
+@pytest.mark.parametrize("kind", ["llama", "bfloat16", "quantised", "lfm2", "gemma3_text", "vision", "windows"])
 def test_a_model_goes_on_from_a_file_as_from_the_cache(
     tiny: ModuleType, tiny_vlm: ModuleType, folder: PrefixFolder, tmp_path: Path, kind: str
 ) -> None:
@@ -75,13 +75,13 @@ def test_a_model_goes_on_from_a_file_as_from_the_cache(
     if kind == "gemma3_text":
         config = config | {"sliding_window": 16, "num_hidden_layers": 3, "sliding_window_pattern": 3}
     model = tiny.build(config).model
-    if kind == "vision":
-        model = LanguagePart(tiny_vlm.build("qwen2_vl").language_model)
+    if kind in ("vision", "windows"):  # the second one's windows are full
+        model = LanguagePart(tiny_vlm.build("qwen2_vl" if kind == "vision" else "gemma3").language_model)
     if kind == "bfloat16":
         model.update({})
         model.set_dtype(mx.bfloat16)
     make = (lambda: quantised(model)) if kind == "quantised" else (lambda: make_prompt_cache(model))
-    num_tokens = 30 if kind in ("lfm2", "gemma3_text") else 24  # the others are cut back to it
+    num_tokens = 30 if kind in ("lfm2", "gemma3_text", "windows") else 24  # the others are cut back to it
     cache, _ = filled(model, make, 30)
     save(folder, cache, 30, TOKENS[:num_tokens])
     expected = scores(model, filled(model, make, num_tokens)[0], num_tokens)
@@ -91,6 +91,24 @@ def test_a_model_goes_on_from_a_file_as_from_the_cache(
     (loaded,) = folder.load(make, LIMIT)
     assert (loaded.key, loaded.tokens) == (key_of(TOKENS[:num_tokens]), TOKENS[:num_tokens])
     assert float(mx.abs(scores(model, loaded.cache, num_tokens) - expected).max()) <= 1e-5
+
+
+def test_caches_that_a_file_cannot_bring_back_are_refused() -> None:
+    from mlx_vlm.models.cache import ChunkedKVCache, RotatingKVCache
+
+    keys = mx.zeros((1, 1, 12, 4))
+    chunked, window = ChunkedKVCache(8), RotatingKVCache(8)
+    for cache in (chunked, window):
+        cache.update_and_fetch(keys, keys)
+    packed = pack([window])
+    arrays = {str(number): array for number, array in enumerate(packed.arrays)}
+    assert unpack(packed.forms, arrays, [RotatingKVCache(8)], 12)[0].offset == 12
+    with pytest.raises(UnusableFile, match="how long"):  # as files were before
+        unpack([packed.forms[0][:2]], arrays, [RotatingKVCache(8)], 12)
+    pack([chunked])
+    chunked.maybe_trim_front()
+    with pytest.raises(UnusableFile, match="last chunk"):
+        pack([chunked])
 
 
 def small(value: float = 1.0, size: int = 4) -> Any:
