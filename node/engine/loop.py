@@ -51,6 +51,9 @@ RequestOf = Callable[[str], GenerateRequest]
 PICTURE_TOKENS = 1024
 """What a picture's towers are expected to take, in prompt tokens; too much only makes the watch patient."""
 
+READ_AHEAD = 2
+"""Prompts whose pictures are read while they wait for a row: what becomes of pictures is large."""
+
 MAX_PREFILL_ROWS = 8
 """Prompts computed together (mlx-lm's default)."""
 
@@ -297,9 +300,13 @@ class Leader:
                     return self.stop()
                 self._take(command, commands)
                 command = commands.poll()
-            if self._unread:  # one at a time: the others' next tokens come in between
+            if self._unread and self._may_read:  # one at a time: the others' next tokens come in between
                 self._read_pictures(self._unread.popleft(), commands)
             self._advance()
+
+    @property
+    def _may_read(self) -> bool:
+        return sum(map(self._scheduler.waits, self._generation.features)) < READ_AHEAD
 
     def warm_up(self, request: GenerateRequest) -> None:
         """Run one request to its end through the same steps, without telling anyone."""
@@ -357,7 +364,7 @@ class Leader:
             with mx.stream(self._generation.stream):
                 ids, keys, features = self._pictures.read(request.media)
         except PictureError as error:
-            failed = RequestFailed(id=request.id, code="invalid_image", message=str(error), param=error.param)
+            failed = RequestFailed(id=request.id, code=error.code, message=str(error), param=error.param)
             self._reporter.send(failed)
             return
         finally:

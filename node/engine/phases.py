@@ -164,7 +164,9 @@ def warm_up(
     )
     kept = generation.begin_with(files.take(prefixes), files.saving)
     if config.rank == 0:
-        pictures = Pictures(Path(command.model), shard.whole) if shard.whole is not None else None
+        pictures = None
+        if shard.whole is not None:
+            pictures = Pictures(Path(command.model), shard.whole, command.context_length)
         loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter, pictures)
     else:
         loop = _follower(config, channels, command, generation, reporter)

@@ -37,17 +37,27 @@ class PictureError(MeshError):
     """The pictures of one request cannot be used; the message says why. `param`: the one at fault, like
     "images[2]", '' when it is not known."""
 
+    code = "invalid_image"
+
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
         self.param = param
 
 
+class PromptTooLong(PictureError):
+    """With its pictures the prompt is longer than the context."""
+
+    code = "context_length_exceeded"
+
+
 class Pictures:
     """One model's processor and towers."""
 
-    def __init__(self, folder: Path, whole: Any) -> None:
+    def __init__(self, folder: Path, whole: Any, context_length: int = 0) -> None:
+        """`context_length` 0 = not known, and prompts may be of any length."""
         self._folder = folder
         self._whole = whole
+        self._context_length = context_length
         self.towers = TowerMemo(whole)
         self._processor: Any = None
 
@@ -57,17 +67,29 @@ class Pictures:
         if not media.images:
             raise PictureError("The prompt has no picture.")
         inputs = self._process(media)
-        ids = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
-        pixels, mask = inputs.pop("pixel_values", None), inputs.pop("attention_mask", None)
         try:
             clear_state(self._whole.language_model)
-            embedded = self._whole.get_input_embeddings(mx.array([ids]), pixels, mask=mask, **inputs)
-            features = features_of(embedded.to_dict(), self._whole.language_model)
-            mx.eval([x for value in features.fields.values() for x in _arrays(value)])
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            return self._embed(media, inputs)
+        except PictureError:
+            raise
+        except Exception as error:  # the model's own code: no other rank takes part, so it is this request's
             raise PictureError(f"The model cannot use these pictures: {_first_line(error)}") from error
         finally:
             clear_state(self._whole.language_model)
+
+    def _embed(
+        self, media: Media, inputs: dict[str, Any]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
+        ids = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
+        if self._context_length and len(ids) >= self._context_length:  # before the towers have the work
+            raise PromptTooLong(
+                f"The prompt has {len(ids)} tokens with its pictures; the context of {self._context_length} "
+                "leaves no room for an answer. Give smaller pictures, or fewer."
+            )
+        pixels, mask = inputs.pop("pixel_values", None), inputs.pop("attention_mask", None)
+        embedded = self._whole.get_input_embeddings(mx.array([ids]), pixels, mask=mask, **inputs)
+        features = features_of(embedded.to_dict(), self._whole.language_model)
+        mx.eval([x for value in features.fields.values() for x in _arrays(value)])
         marks = self._marks()
         ids = spread(ids, features.length, marks)
         return tuple(ids), keys_of(ids, marks, media, features), features
@@ -124,23 +146,27 @@ def spread(ids: Sequence[int], length: int, marks: frozenset[int]) -> list[int]:
 
 def keys_of(ids: Sequence[int], marks: frozenset[int], media: Media, features: Features) -> tuple[int, ...]:
     """What a prompt's tokens are known by: text by its ids, a picture's tokens by its content. Where runs of
-    marks are as many as pictures, the content is the file and the place in it; else it is the embedding
-    itself, which is right whatever a family does, but may differ by the other pictures of the prompt."""
+    marks are as many as pictures, the content is the file, the number of its tokens, which in some families
+    depends on the other pictures, and the place among them; else it is the embedding with its position, which
+    is right whatever a family does, but may differ by the other pictures of the prompt."""
     is_mark = [token in marks for token in ids]
     starts = [i for i, mark in enumerate(is_mark) if mark and not (i and is_mark[i - 1])]
     if len(starts) == len(media.images):
-        limits = b"%d %d" % (media.min_pixels, media.max_pixels)
-        digests = [hashlib.blake2b(image + limits, digest_size=16).digest() for image in media.images]
-        keys, picture = list(ids), -1
-        for i, mark in enumerate(is_mark):
-            if mark:
-                picture += i in starts
-                keys[i] = _key(digests[picture] + (i - starts[picture]).to_bytes(4, "little"))
+        limits = b"%d %d " % (media.min_pixels, media.max_pixels)
+        keys = list(ids)
+        for start, image in zip(starts, media.images, strict=True):
+            num_tokens = next((i for i, mark in enumerate(is_mark[start:]) if not mark), len(ids) - start)
+            digest = hashlib.blake2b(limits + b"%d " % num_tokens + image, digest_size=16).digest()
+            for place in range(num_tokens):
+                keys[start + place] = _key(digest + place.to_bytes(4, "little"))
         return tuple(keys)
     embeds = np.array(features.fields["inputs_embeds"].astype(mx.float32))[0]
+    given = features.fields.get("position_ids")
+    positions = np.zeros((1, len(ids))) if given is None else np.array(given).reshape(-1, len(ids))
     has_marks = any(is_mark)
     return tuple(
-        _key(embeds[i].tobytes()) if mark or not has_marks else ids[i] for i, mark in enumerate(is_mark)
+        _key(embeds[i].tobytes() + positions[:, i].tobytes()) if mark or not has_marks else ids[i]
+        for i, mark in enumerate(is_mark)
     )
 
 

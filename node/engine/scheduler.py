@@ -115,6 +115,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def waits(self, request_id: str) -> bool:
+        """The request is submitted and has no row, or none any more."""
+        return request_id in self._waiting
+
     def submit(self, request: GenerateRequest) -> RequestFailed | TokenChunk | None:
         """Queue a request; an answer instead of None means that it is over before it began."""
         refusal = self._refusal(request)

@@ -1,7 +1,8 @@
 """What a vision tower made of pictures it has seen, so that the next question about them costs no pass.
 
-Known by the content of everything that the tower is given, so nothing else can be taken for it. What it
-gives is handed out as new array objects: models change arrays in place.
+Known by the content of everything that the tower is given, so nothing else can be taken for it; where that
+is more than arrays and plain values, nothing is kept. What it gives is handed out as new array objects:
+models change arrays in place.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class TowerMemo:
     def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for the tower's own call."""
         key = _key_of((args, kwargs))
-        if key in self._kept:
+        if key is not None and key in self._kept:
             self._kept.move_to_end(key)
             return _again(self._kept[key][0])
         self.num_passes += 1
         made = original(*args, **kwargs)
         arrays = _arrays_of(made)
+        if key is None or arrays is None:
+            return made
         mx.eval(arrays)
         size = sum(int(array.nbytes) for array in arrays)
         if size <= self._limit_bytes:
@@ -69,8 +72,8 @@ def _tower_of(whole: Any) -> Any:
     return max(parts, key=size, default=None)
 
 
-def _key_of(value: Any) -> bytes:
-    """A digest of everything in the arguments of a call."""
+def _key_of(value: Any) -> bytes | None:
+    """A digest of everything in the arguments of a call; None when some of it has no content to go by."""
     digest = hashlib.blake2b(digest_size=16)
 
     def add(part: Any) -> None:
@@ -89,19 +92,33 @@ def _key_of(value: Any) -> bytes:
             for name in sorted(part):
                 digest.update(f"{name}=".encode())
                 add(part[name])
+        elif isinstance(part, _PLAIN):
+            digest.update(f"{type(part).__name__} {part!r};".encode())
         else:
-            digest.update(repr(part).encode())
+            raise _NoContent
 
-    add(value)
+    try:
+        add(value)
+    except _NoContent:
+        return None
     return digest.digest()
 
 
-def _arrays_of(value: Any) -> list[Any]:
+_PLAIN = (str, bytes, bool, int, float, np.generic, mx.Dtype, type(None))
+
+
+class _NoContent(Exception):
+    """Of an object that equal ones cannot be told by."""
+
+
+def _arrays_of(value: Any) -> list[Any] | None:
+    """All arrays of a result; None when it is more than arrays, so that its size is not known."""
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [array for item in value for array in _arrays_of(item)]
-    return []
+        parts = [_arrays_of(item) for item in value]
+        return None if None in parts else [array for part in parts for array in part or ()]
+    return [] if isinstance(value, _PLAIN) else None
 
 
 def _again(value: Any) -> Any:

@@ -27,8 +27,8 @@ from mlx_mesh.mesh.messages import (
 from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.features import Features
 from mlx_mesh.node.engine.grammar import GrammarReady, RowGrammar
-from mlx_mesh.node.engine.loop import Follower, Generation, Leader
-from mlx_mesh.node.engine.pictures import PictureError, Pictures
+from mlx_mesh.node.engine.loop import READ_AHEAD, Follower, Generation, Leader
+from mlx_mesh.node.engine.pictures import PictureError, Pictures, PromptTooLong
 from mlx_mesh.node.engine.prefix_planner import Stored
 from mlx_mesh.node.engine.prefix_store import PrefixStore
 from mlx_mesh.node.engine.report import Reporter
@@ -323,6 +323,8 @@ class ScriptedPictures:
         self.meanwhile()
         if b"broken" in media.images:
             raise PictureError("it is broken")
+        if b"long" in media.images:
+            raise PromptTooLong("it is too long")
         ids = (7,) * 5
         return ids, (1 << 31,) * 5, Features(5, {"inputs_embeds": mx.zeros((1, 5, 2))})
 
@@ -366,11 +368,29 @@ def test_towers_run_between_steps_one_prompt_at_a_time(sockets: Any) -> None:
     assert not stage.generation.features
 
 
+def test_few_prompts_have_their_pictures_read_before_there_is_a_row_for_them(sockets: Any) -> None:
+    stage = make_stage(0, *sockets, max_sequences=1)
+    num_held = []
+
+    class Counting(ScriptedPictures):
+        def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
+            num_held.append(len(stage.generation.features))
+            return super().read(media)
+
+    stage.leader._pictures = cast(Pictures, Counting(stage.log))
+    stage.run(*(submit_picture(f"{at}", b"1", max_tokens=9) for at in range(6)), StopEngine())
+    assert max(num_held) == READ_AHEAD  # one that runs, and one less that waits
+    told = answers(stage)
+    assert [told[f"{at}"][-1] for at in range(6)] == ["length"] * 6
+    assert not stage.generation.features
+
+
 def test_a_request_whose_pictures_are_unusable_or_cancelled_ends_alone(sockets: Any) -> None:
     stage = make_stage(0, *sockets)
     stage.leader._pictures = cast(Pictures, ScriptedPictures(stage.log))
     stage.run(
         submit_picture("bad", b"broken"),
+        submit_picture("long", b"long"),
         submit_picture("gone", b"1"),
         Cancel(id="gone"),
         submit_picture("good", b"2"),
@@ -378,9 +398,10 @@ def test_a_request_whose_pictures_are_unusable_or_cancelled_ends_alone(sockets: 
     )
     told = answers(stage)
     assert told["bad"] == ["admitted", "invalid_image"]
+    assert told["long"] == ["admitted", "context_length_exceeded"]
     assert told["gone"] == ["cancelled"]
     assert told["good"][-1] == "length"
-    assert stage.log.count("towers") == 2
+    assert stage.log.count("towers") == 3
 
 
 def test_a_cancel_while_the_towers_run_ends_the_request_before_its_first_token(sockets: Any) -> None:

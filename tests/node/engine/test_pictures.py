@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import msgspec
 import pytest
 from mlx.utils import tree_flatten
@@ -19,7 +20,14 @@ from mlx_mesh.node.engine import inspect
 from mlx_mesh.node.engine.feature_wire import decode_features, encode_features
 from mlx_mesh.node.engine.features import Features, features_of
 from mlx_mesh.node.engine.loader import open_lazy
-from mlx_mesh.node.engine.pictures import PICTURE_KEY, PictureError, Pictures, keys_of, spread
+from mlx_mesh.node.engine.pictures import (
+    PICTURE_KEY,
+    PictureError,
+    Pictures,
+    PromptTooLong,
+    keys_of,
+    spread,
+)
 from mlx_mesh.node.engine.tower_memo import TowerMemo
 
 MARKS = frozenset({9})
@@ -43,6 +51,25 @@ def test_the_tokens_of_a_picture_are_known_by_its_file_and_their_place_in_it() -
     swapped = keys_of(ids, MARKS, media(b"two", b"one"), features)
     assert (swapped[1:3], swapped[4:6]) == (keys[4:6], keys[1:3])
     assert keys_of(ids, MARKS, media(b"one", b"two", max_pixels=64), features)[1] != keys[1]
+
+
+def test_a_picture_that_others_make_smaller_is_another_one() -> None:
+    alone = keys_of([1, 9, 9, 9, 2], MARKS, media(b"one"), some_features(5))
+    beside = keys_of([1, 9, 9, 2, 9, 9, 2], MARKS, media(b"one", b"two"), some_features(7))
+    assert alone[0] == beside[0] and alone[1] != beside[1]
+
+
+def test_embeddings_that_are_equal_at_other_positions_are_others() -> None:
+    ids = [9, 9, 1, 9, 9]
+    white = mx.ones((1, 5, 2))
+
+    def keys(*rows: int) -> tuple[int, ...]:
+        positions = mx.array([[[0] * 5], [list(rows)], [[0, 1, 2, 3, 4]]])
+        features = Features(5, {"inputs_embeds": white, "position_ids": positions})
+        return keys_of(ids, MARKS, media(b"one"), features)
+
+    assert keys(0, 0, 1, 1, 1)[:3] == keys(0, 0, 1, 2, 2)[:3]
+    assert keys(0, 0, 1, 1, 1)[3] != keys(0, 0, 1, 2, 2)[3]
 
 
 @pytest.mark.parametrize("marks", [MARKS, frozenset()])
@@ -113,6 +140,33 @@ def test_the_least_recently_used_pictures_are_forgotten(tiny_vlm: ModuleType) ->
     assert memo.num_bytes == 2 * size
 
 
+def test_what_cannot_be_compared_or_measured_is_not_remembered() -> None:
+    class Whole(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.vision_tower = Tower()
+            self.language_model = nn.Linear(1, 1)
+
+    class Tower(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = mx.ones((1,))
+
+        def __call__(self, x: Any, settings: Any = None) -> Any:
+            return (x + 1, None) if settings is None else {"hidden": x}
+
+    whole = Whole()
+    memo = TowerMemo(whole)
+    pixels = mx.zeros((2, 2))
+    for _ in range(2):
+        whole.vision_tower(pixels)
+    assert (memo.num_passes, memo.num_bytes) == (1, 16)
+    for settings in (object(), "a dictionary as result"):
+        for _ in range(2):
+            whole.vision_tower(pixels, settings)
+    assert (memo.num_passes, memo.num_bytes, len(memo._kept)) == (5, 16, 1)
+
+
 def test_files_become_ids_keys_and_features(vlm: ModuleType, tiny_vlm_folder: Path) -> None:
     lazy = open_lazy(tiny_vlm_folder, with_vision=True)
     pictures = Pictures(tiny_vlm_folder, lazy.whole)
@@ -170,3 +224,49 @@ def test_the_plan_counts_towers_and_embedding_where_they_are_read(tiny_vlm_folde
     )
     tensor = footprint.tensor
     assert tensor.weights_bytes([1, 1], 0) - tensor.weights_bytes([1, 1], 1) >= footprint.tower_bytes
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[metal::malloc] too much"), ZeroDivisionError("by 0")])
+def test_whatever_towers_raise_is_an_error_of_the_request(
+    vlm: ModuleType, tiny_vlm_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    lazy = open_lazy(tiny_vlm_folder, with_vision=True)
+    pictures = Pictures(tiny_vlm_folder, lazy.whole)
+    asked = Media(text=vlm.prompt("?"), images=(vlm.picture(1),))
+
+    def fail(*_: Any, **__: Any) -> None:
+        lazy.whole.language_model._rope_deltas = mx.array([[7]])
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(lazy.whole), "get_input_embeddings", fail)
+        with pytest.raises(PictureError, match=str(error.args[0]).replace("[", r"\[")):
+            pictures.read(asked)
+    assert lazy.whole.language_model._rope_deltas is None
+    assert pictures.read(asked)[2].length
+
+
+def test_a_processor_that_cannot_be_loaded_is_an_error_of_the_request(
+    vlm: ModuleType, tiny_vlm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr("mlx_vlm.utils.load_processor", fail)
+    lazy = open_lazy(tiny_vlm_folder, with_vision=True)
+    with pytest.raises(PictureError, match="torchvision::nms"):
+        Pictures(tiny_vlm_folder, lazy.whole).read(Media(text=vlm.prompt("?"), images=(vlm.picture(1),)))
+
+
+def test_a_prompt_that_its_pictures_make_too_long_is_refused_before_the_towers_run(
+    vlm: ModuleType, tiny_vlm_folder: Path
+) -> None:
+    lazy = open_lazy(tiny_vlm_folder, with_vision=True)
+    text = vlm.prompt("?")
+    num_tokens = len(vlm.ids_of(text)) - 1 + 6
+    asked = Media(text=text, images=(vlm.picture(1),))
+    pictures = Pictures(tiny_vlm_folder, lazy.whole, context_length=num_tokens)
+    with pytest.raises(PromptTooLong, match=f"has {num_tokens} tokens"):
+        pictures.read(asked)
+    assert pictures.towers.num_passes == 0
+    assert len(Pictures(tiny_vlm_folder, lazy.whole, num_tokens + 1).read(asked)[0]) == num_tokens

@@ -67,7 +67,9 @@ def save(folder: PrefixFolder, cache: list[Any], num_kept: int, tokens: tuple[in
     saving.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "bfloat16", "quantised", "lfm2", "gemma3_text", "vision", "windows"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "bfloat16", "quantised", "lfm2", "gemma3_text", "vision", "windows"]
+)
 def test_a_model_goes_on_from_a_file_as_from_the_cache(
     tiny: ModuleType, tiny_vlm: ModuleType, folder: PrefixFolder, tmp_path: Path, kind: str
 ) -> None:
