@@ -93,8 +93,10 @@ def kept_footprint(model: str, adapter: str = "", vision: VisionMode = VisionMod
         return msgspec.json.decode(kept.read_bytes(), type=ModelFootprint)
     except (OSError, msgspec.MsgspecError):
         footprint = measure_folder(folder, digest, added or "", vision)
-        with contextlib.suppress(OSError):  # a home that cannot be written to only costs time
-            _keep(kept, msgspec.json.encode(footprint))
+        # What is lacking for pictures may be there the next time.
+        if not footprint.media_refusal or vision is VisionMode.OFF:
+            with contextlib.suppress(OSError):  # a home that cannot be written to only costs time
+                _keep(kept, msgspec.json.encode(footprint))
         return footprint
 
 

@@ -36,6 +36,7 @@ def load_processor(folder: Path) -> Any:
     from mlx_vlm import utils
 
     try:
+        utils.get_model_and_args(config=dict(utils.load_config(folder)))  # a family brings its own processor
         return utils.load_processor(folder, add_detokenizer=False)
     except Exception as error:  # whatever a processor's own code raises
         words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -209,6 +212,22 @@ def test_a_model_whose_processor_cannot_be_loaded_takes_text_only_and_says_why(
     assert "requires the Torchvision library); " in footprint.media_refusal
     with pytest.raises(SettingsError, match="Torchvision"):
         inspect.measure_folder(tiny_vlm_folder, "", vision=VisionMode.ON)
+
+
+def test_a_processor_that_was_lacking_is_looked_for_again_and_found_without_the_model(
+    tiny_vlm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "cache_root", lambda: tmp_path)
+    with monkeypatch.context() as lacking:
+        lacking.setattr(inspect, "_processor_problem", lambda _: "PyTorch is not there")
+        assert inspect.kept_footprint(str(tiny_vlm_folder)).media == ()
+    assert inspect.kept_footprint(str(tiny_vlm_folder)).media == ("image",)
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    program = [sys.executable, "-I", "-m", "mlx_mesh.node.engine.inspect", str(tiny_vlm_folder)]
+    told = subprocess.run(
+        program, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, check=True
+    )
+    assert b'"media":["image"]' in told.stdout  # a process that has not loaded the family's module before
 
 
 def test_the_plan_counts_towers_and_embedding_where_they_are_read(tiny_vlm_folder: Path) -> None:
