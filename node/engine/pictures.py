@@ -98,7 +98,7 @@ class Pictures:
         from mlx_vlm.utils import load_image, prepare_inputs, should_add_special_tokens
 
         processor = self._load_processor()
-        limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+        limits = self._limits(media, processor)
         config = self._whole.config
         images = []
         for at, image in enumerate(media.images):
@@ -118,6 +118,22 @@ class Pictures:
         except Exception as error:  # a processor's own code, over a stranger's file
             raise PictureError(f"The model's processor cannot read them: {_first_line(error)}") from error
         return {name: value for name, value in inputs.items() if value is not None}
+
+    def _limits(self, media: Media, processor: Any) -> dict[str, int]:
+        """For processors that scale: what the request wants, but no more pixels than fill the context. Making
+        them, only to refuse the prompt, would hold up everybody for minutes."""
+        limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+        scaler = getattr(processor, "image_processor", None)
+        sides = [getattr(scaler, name, None) for name in ("patch_size", "merge_size")]
+        if self._context_length and all(isinstance(side, int) and side > 0 for side in sides):
+            most = self._context_length * (sides[0] * sides[1]) ** 2
+            if media.min_pixels > most:
+                raise PromptTooLong(
+                    f"min_pixels is {media.min_pixels}; the context of {self._context_length} tokens has room "
+                    f"for a picture of less than {most} pixels."
+                )
+            limits["max_pixels"] = min(media.max_pixels, most)
+        return limits
 
     def _load_processor(self) -> Any:
         if self._processor is None:

@@ -103,7 +103,7 @@ def test_an_adapters_bytes_are_planned_without_reading_a_weight(
     folder = tiny.save(tiny.llama(), tmp_path / "model")
     adapter = _adapter(tiny, tiny.llama(), tmp_path / "adapter", kind)
 
-    def measured(folder: Path, digest: str, added: Path | str = "") -> ModelFootprint:
+    def measured(folder: Path, digest: str, added: Path | str = "", *_: object) -> ModelFootprint:
         return measure(open_lazy(folder, added), digest)  # without proving anything
 
     monkeypatch.setattr(inspect, "measure_folder", measured)

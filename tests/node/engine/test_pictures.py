@@ -14,6 +14,7 @@ import mlx.nn as nn
 import msgspec
 import pytest
 from mlx.utils import tree_flatten
+from mlx_vlm import utils
 
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.memory import ModelMemory
@@ -289,3 +290,26 @@ def test_a_prompt_that_its_pictures_make_too_long_is_refused_before_the_towers_r
         pictures.read(asked)
     assert pictures.towers.num_passes == 0
     assert len(Pictures(tiny_vlm_folder, lazy.whole, num_tokens + 1).read(asked)[0]) == num_tokens
+
+
+def test_no_picture_is_scaled_to_more_pixels_than_fill_the_context(
+    vlm: ModuleType, tiny_vlm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    original = utils.prepare_inputs
+
+    def noting(*args: Any, **given: Any) -> Any:
+        asked.append(given)
+        return original(*args, **given)
+
+    monkeypatch.setattr(utils, "prepare_inputs", noting)
+    lazy = open_lazy(tiny_vlm_folder, with_vision=True)
+    pictures = Pictures(tiny_vlm_folder, lazy.whole, context_length=100)  # 8 by 8 pixels are a token
+    media = Media(text=vlm.prompt("?"), images=(vlm.picture(1, 200, 200),))
+    with pytest.raises(PromptTooLong, match=r"min_pixels is 50000000;.* less than 6400 pixels"):
+        pictures.read(msgspec.structs.replace(media, min_pixels=50_000_000))
+    assert not asked
+    with pytest.raises(PromptTooLong, match="context of 100"):
+        pictures.read(msgspec.structs.replace(media, max_pixels=50_000_000))
+    pictures.read(msgspec.structs.replace(media, max_pixels=640))
+    assert [given["max_pixels"] for given in asked] == [6400, 640]
