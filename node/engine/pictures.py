@@ -124,13 +124,13 @@ class Pictures:
         them, only to refuse the prompt, would hold up everybody for minutes."""
         limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
         scaler = getattr(processor, "image_processor", None)
-        sides = [getattr(scaler, name, None) for name in ("patch_size", "merge_size")]
-        if self._context_length and all(isinstance(side, int) and side > 0 for side in sides):
-            most = self._context_length * (sides[0] * sides[1]) ** 2
+        patch, merge = getattr(scaler, "patch_size", None), getattr(scaler, "merge_size", None)
+        if self._context_length and isinstance(patch, int) and isinstance(merge, int):
+            most = self._context_length * (patch * merge) ** 2
             if media.min_pixels > most:
                 raise PromptTooLong(
-                    f"min_pixels is {media.min_pixels}; the context of {self._context_length} tokens has room "
-                    f"for a picture of less than {most} pixels."
+                    f"min_pixels is {media.min_pixels}; the context of {self._context_length} tokens has "
+                    f"room for a picture of less than {most} pixels."
                 )
             limits["max_pixels"] = min(media.max_pixels, most)
         return limits
