@@ -200,8 +200,8 @@ def interpreter_fault(host: str, python: str, seen: str) -> HostFault:
         host,
         "interpreter",
         f"{python} cannot be started ({seen})",
-        "install mlx-mesh there (python3 -m venv DIR; DIR/bin/pip install mlx-mesh) and set `python: "
-        "DIR/bin/python` for this host in the hostfile",
+        "install mlx-mesh there (`mlx-mesh init HOST --install -o -` does it on another host), or set "
+        "`python:` of this host in the hostfile to the interpreter that has it",
     )
 
 

@@ -26,7 +26,7 @@ from mlx_mesh.launcher.ssh_config import SshSettings
 BANNER_TIMEOUT_S = 15.0
 KEY_EXCHANGE_TIMEOUT_S = 15.0
 AUTH_TIMEOUT_S = 20.0
-COMPARE = "compare it with `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` typed on that host"
+COMPARE = "compare it with `cat /etc/ssh/ssh_host_*_key.pub | ssh-keygen -lf -` typed on that host"
 
 # What paramiko would log is told by HostFault; without a handler Python prints its tracebacks.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
