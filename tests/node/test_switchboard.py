@@ -37,7 +37,7 @@ class NotingDesk:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def note_admitted(self, request_ids: tuple[str, ...], cached: tuple[int, ...]) -> None:
+    def note_admitted(self, request_ids: tuple[str, ...], *_: tuple[int, ...]) -> None:
         pass
 
     def take(self, chunks: tuple[TokenChunk, ...]) -> bool:

@@ -23,7 +23,7 @@ PROMPTS = (tuple((7 * k + 3) % 90 for k in range(40)), (5, 6, 7))
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Footprints without the certificate, which takes seconds and changes nothing here."""
 
-    def footprint(model: str, adapter: str = "") -> ModelFootprint:
+    def footprint(model: str, adapter: str = "", *_: object) -> ModelFootprint:
         return measure(open_lazy(model, adapter), "")
 
     monkeypatch.setattr(reference, "kept_footprint", footprint)
