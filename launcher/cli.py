@@ -33,6 +33,7 @@ from mlx_mesh.launcher import (
 )
 from mlx_mesh.launcher.api import Api
 from mlx_mesh.launcher.chat import HELP, Chat, ChatSettings, ask_once, converse, piped_question
+from mlx_mesh.launcher.command_parser import CommandParser
 from mlx_mesh.launcher.config import (
     Flags,
     LaunchConfig,
@@ -492,7 +493,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="mlx-mesh", description="Serve one MLX model over several machines.", epilog=EXIT_CODES
     )
     parser.add_argument("--version", action="version", version=f"mlx-mesh {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
 
     def command(name: str, run: Callable[[Arguments], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
