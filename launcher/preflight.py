@@ -25,6 +25,7 @@ from mlx_mesh.launcher.remote import (
     run_program,
 )
 from mlx_mesh.launcher.ssh import SshHost, find_route
+from mlx_mesh.mesh.doctor import install_fix
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.types import PROTOCOL_VERSION, Backend, HostFacts, Versions
@@ -246,7 +247,7 @@ def read_answer(
             host,
             "import",
             f"{python} has no module {', '.join(answer['missing'])}",
-            f"run there: {pip} {package}",
+            install_fix(host) if package == "mlx-mesh" else f"run there: {pip} {package}",
         )
     if answer["mlx_fault"]:
         raise HostFault(
@@ -337,7 +338,9 @@ def compare_hosts(
                         named.name,
                         "version",
                         f"it has {package} {here or 'not installed'}, {leader_name} has {wanted or 'none'}",
-                        f"run there: {named.python} -m pip install {package}=={wanted}",
+                        install_fix(named.name)
+                        if package == "mlx-mesh"
+                        else f"run there: {named.python} -m pip install {package}=={wanted}",
                     )
                 )
         if _minor(host.versions) != _minor(leader.versions):

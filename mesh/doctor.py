@@ -166,6 +166,11 @@ def _mesh_version(host: Examined, leader: Examined, question: Question) -> Seen:
     return _same(host, "mlx-mesh", its, own, leader)
 
 
+def install_fix(host: str) -> str:
+    """How to put this mlx-mesh on a host: no index has it."""
+    return f"put this one there: `mlx-mesh init {host} --install -o -`"
+
+
 def _release(versions: Versions) -> str:
     return f"{versions.mlx_mesh} (protocol {versions.protocol})"
 
@@ -174,6 +179,8 @@ def _same(host: Examined, package: str, has: str, wanted: str, leader: Examined)
     if has == wanted:
         return _ok(f"{package} {has}")
     fix = f"run there: {host.python} -m pip install {package}=={wanted.partition(' ')[0]}"
+    if package == "mlx-mesh":
+        fix = install_fix(host.name)
     return Level.FAIL, f"{package} {has or 'is not installed'}, {leader.name} has {wanted}", fix
 
 

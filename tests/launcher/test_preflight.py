@@ -65,7 +65,7 @@ def test_a_good_answer_becomes_facts() -> None:
     ("changes", "step", "words"),
     [
         ({"python": [3, 9, 6]}, "interpreter", "/p is Python 3.9.6; mlx-mesh needs Python 3.11"),
-        ({"missing": ["mlx_mesh", "zmq"]}, "import", "/p -m pip install mlx-mesh"),
+        ({"missing": ["mlx_mesh", "zmq"]}, "import", "mlx-mesh init mac2 --install"),
         ({"missing": ["mlx_lm"]}, "import", "/p -m pip install mlx-lm"),
         (
             {"mlx_fault": "ImportError: libmlx.so"},
@@ -137,7 +137,8 @@ def test_a_different_version_blocks_with_the_pip_command_of_that_host(field: str
     (fault,), _ = compare(FACTS, versioned(**{field: "0.9"}))
     wanted = getattr(FACTS.versions, field)
     assert fault.startswith(f"mac2: version: it has {package} 0.9, mac1 has {wanted}; ")
-    assert fault.endswith(f"run there: /p2 -m pip install {package}=={wanted}")
+    pip = f"run there: /p2 -m pip install {package}=={wanted}"
+    assert fault.endswith("`mlx-mesh init mac2 --install -o -`" if package == "mlx-mesh" else pip)
 
 
 def test_a_different_protocol_blocks_on_the_host_that_differs_from_the_launcher() -> None:
@@ -272,9 +273,7 @@ def test_every_host_is_told_at_its_first_failing_step_and_all_are_told_together(
         ["lost", "resolve"],
         ["unknown", "host key"],
     ]
-    assert (
-        f"{bare.python} has no module mlx_mesh; run there: {bare.python} -m pip install mlx-mesh" in lines[0]
-    )
+    assert f"{bare.python} has no module mlx_mesh; put this one there: `mlx-mesh init bare" in lines[0]
     assert "/no/such/python cannot be started" in lines[2] and "127" in lines[2]
 
 
