@@ -19,12 +19,14 @@ import msgspec
 
 from mlx_mesh.mesh.host_events import link_events, sleep_event
 from mlx_mesh.mesh.interfaces import Interface
-from mlx_mesh.node.interfaces import own_interfaces
+from mlx_mesh.node.interfaces import glance_at_interfaces, own_interfaces
 from mlx_mesh.node.system import find_program, is_mac
 
 CLOCK_TICK_S = 1.0
 LINK_TICK_S = 15.0
-"""On a Mac a look takes about a second of another process, for the rates of Thunderbolt cables."""
+"""A glance at the interfaces each time; a whole look, which on a Mac is seconds of system_profiler, only when
+the glance is another one."""
+
 MAX_EVENTS = 5
 
 CAFFEINATE = ("caffeinate", "-i", "-m", "-s", "-w")
@@ -46,14 +48,15 @@ class HostWatch:
         note: Callable[[str], None],
         *,
         look: Callable[[], Sequence[Interface]] = own_interfaces,
+        glance: Callable[[], object] = glance_at_interfaces,
         clocks: Callable[[], tuple[float, float]] | None = None,
         link_tick_s: float = LINK_TICK_S,
         clock_tick_s: float = CLOCK_TICK_S,
     ) -> None:
-        """`look` is asked in a thread; `clocks`: seconds by a clock that stands while the machine sleeps, and
-        by one that goes on."""
+        """`look` and `glance` are asked in a thread; `clocks`: seconds by a clock that stands while the
+        machine sleeps, and by one that goes on."""
         self._note = note
-        self._look = look
+        self._look, self._glance = look, glance
         self._clocks = clocks or read_clocks
         self._link_tick_s, self._clock_tick_s = link_tick_s, clock_tick_s
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
@@ -68,7 +71,7 @@ class HostWatch:
     async def start(self) -> None:
         if is_mac():
             await self._hold_awake()
-        self._tasks = [
+        self._tasks += [
             asyncio.create_task(self._watch_clocks(), name="host clocks"),
             asyncio.create_task(self._watch_links(), name="host links"),
         ]
@@ -124,12 +127,17 @@ class HostWatch:
             before = now
 
     async def _watch_links(self) -> None:
+        seen = await asyncio.to_thread(self._glance)  # first: what changes meanwhile is looked at again
         before = await asyncio.to_thread(self._look)
         while True:
             await asyncio.sleep(self._link_tick_s)
+            glanced = await asyncio.to_thread(self._glance)
+            if glanced == seen and before:
+                continue
             now = await asyncio.to_thread(self._look)
             if not now:  # the system did not answer
                 continue
+            seen = glanced
             for event in link_events(before, now):
                 self.tell(event)
             before = now

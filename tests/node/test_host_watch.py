@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_mesh.mesh.interfaces import Interface, LinkClass
-from mlx_mesh.node import host_watch
+from mlx_mesh.node import host_watch, interfaces
 from mlx_mesh.node.host_watch import HostWatch, read_clocks
 
 CAFFEINATE = """#!/bin/sh
@@ -60,6 +60,7 @@ def test_a_mac_is_held_awake_as_long_as_the_agent_lives(on_a_mac: Path) -> None:
         await watch.stop()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+        assert watch.condition.events == ()  # that it ends now is no news
 
     asyncio.run(scenario())
 
@@ -100,6 +101,7 @@ def test_sleep_and_link_changes_are_noted_once_with_their_time() -> None:
         watch = HostWatch(
             notes.append,
             look=lambda: looks.pop(0) if len(looks) > 1 else looks[0],
+            glance=lambda: len(looks),
             clocks=lambda: clocks.pop(0) if len(clocks) > 1 else clocks[0],
             link_tick_s=0.01,
             clock_tick_s=0.01,
@@ -123,3 +125,44 @@ def test_only_the_latest_events_are_kept() -> None:
 def test_the_clocks_of_this_machine_go_on_together() -> None:
     one, other = read_clocks(), read_clocks()
     assert other[0] >= one[0] and abs((other[1] - one[1]) - (other[0] - one[0])) < 1.0
+
+
+def test_the_dear_look_is_made_only_when_the_cheap_one_differs() -> None:
+    glances, num_looks = [1, 1, 1, 1, 2], 0
+
+    def look() -> list[Interface]:
+        nonlocal num_looks
+        num_looks += 1
+        return [link("10.0.0.1/30", is_active=num_looks == 1)]
+
+    async def scenario() -> None:
+        watch = HostWatch(
+            lambda text: None,
+            look=look,
+            glance=lambda: glances.pop(0) if len(glances) > 1 else glances[0],
+            link_tick_s=0.001,
+        )
+        await watch.start()
+        await until(lambda: watch.condition.events)
+        await watch.stop()
+        assert num_looks == 2
+        assert len(watch.condition.events) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_glance_at_a_mac_asks_only_ifconfig(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    text = "en2: flags=8863<UP,BROADCAST> mtu 1500\n\tinet 10.0.0.1 netmask 0xfffffffc\n\tstatus: active\n"
+
+    def ask(words: list[str]) -> str:
+        asked.append(words[0])
+        return text
+
+    monkeypatch.setattr(interfaces, "is_mac", lambda: True)
+    monkeypatch.setattr(interfaces, "ask", ask)
+    before = interfaces.glance_at_interfaces()
+    assert interfaces.glance_at_interfaces() == before
+    text = text.replace("status: active", "status: inactive")
+    assert interfaces.glance_at_interfaces() != before
+    assert set(asked) == {"ifconfig"}
