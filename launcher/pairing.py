@@ -143,29 +143,36 @@ class OneTimeCode:
 
 
 class SharedSecret:
-    """MLX_MESH_SECRET of this host: any number of launchers, but not any number of wrong guesses."""
+    """MLX_MESH_SECRET of this host: any number of launchers, but not any number of wrong guesses, one after
+    the other or at once."""
 
     def __init__(self, secret: str, now: Callable[[], float] = time.monotonic) -> None:
         self._secret = secret
         self._now = now
         self._failures: list[float] = []
+        self._num_under_way = 0
         self._lock = threading.Lock()
 
     def begin(self) -> str:
-        """Raises PairingRefused."""
+        """The secret, for one attempt, which ends with `use` or `failed`. Raises PairingRefused."""
         with self._lock:
             self._failures = [at for at in self._failures if self._now() - at < SECRET_PAUSE_S]
-            if len(self._failures) >= SECRET_FAILURES:
+            if len(self._failures) + self._num_under_way >= SECRET_FAILURES:
                 raise PairingRefused(
-                    f"{len(self._failures)} wrong secrets came within {SECRET_PAUSE_S:g} s; wait that long."
+                    f"{len(self._failures)} wrong secrets came within {SECRET_PAUSE_S:g} s, and "
+                    f"{self._num_under_way} attempts are under way; wait that long."
                 )
+            self._num_under_way += 1
             return self._secret
 
     def use(self) -> None:
         """An attempt succeeded."""
+        with self._lock:
+            self._num_under_way -= 1
 
     def failed(self) -> None:
         with self._lock:
+            self._num_under_way -= 1
             self._failures.append(self._now())
 
 

@@ -64,6 +64,9 @@ SILENCE_S = 120.0
 END_S = 20.0
 """From the end of its input to the end of a process; then it is killed."""
 
+MAX_GUEST_CHANNELS = 4
+"""In all of a guest's connection; it needs one. Each costs this host a thread."""
+
 MAX_PROGRAM_BYTES = 1 << 20
 MAX_SECRET_LAUNCHERS = 64
 
@@ -411,6 +414,7 @@ class _Door(paramiko.ServerInterface):
         self._connection = connection
         self._waiting = connection.waiting
         self._refused: set[str] = set()
+        self._num_channels = 0
 
     def get_allowed_auths(self, username: str) -> str:
         return "none" if username == GUEST else "publickey"
@@ -428,7 +432,8 @@ class _Door(paramiko.ServerInterface):
         return AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
-        if kind == "session":
+        self._num_channels += 1
+        if kind == "session" and (self._connection.is_launcher or self._num_channels <= MAX_GUEST_CHANNELS):
             return OPEN_SUCCEEDED
         return OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 

@@ -164,6 +164,16 @@ def test_a_secret_stands_few_wrong_guesses_a_minute() -> None:
     secret.begin()
 
 
+def test_guesses_of_a_secret_count_while_they_are_under_way() -> None:
+    secret = SharedSecret("s" * 20, Clock())
+    for _ in range(SECRET_FAILURES):
+        secret.begin()
+    with pytest.raises(PairingRefused, match="under way"):
+        secret.begin()
+    secret.use()
+    secret.begin()
+
+
 def test_a_short_secret_is_refused() -> None:
     assert check_secret("") == "" and check_secret("x" * 16) == "x" * 16
     with pytest.raises(SettingsError, match="at least 16"):

@@ -289,6 +289,16 @@ def test_a_guest_runs_nothing_and_reaches_nothing(host: Host) -> None:
     transport.close()
 
 
+def test_a_guest_has_few_channels_in_all(host: Host) -> None:
+    transport = guest(host)
+    transport.auth_none(GUEST)
+    for _ in range(waiting_module.MAX_GUEST_CHANNELS):
+        transport.open_session().close()
+    with pytest.raises(paramiko.ChannelException):
+        transport.open_session()
+    transport.close()
+
+
 @pytest.mark.parametrize("user", [LAUNCHER, "root", ""])
 def test_nobody_else_comes_in_without_a_key(host: Host, user: str) -> None:
     transport = guest(host)
