@@ -9,6 +9,10 @@ from mlx_mesh.launcher.text import table
 from mlx_mesh.mesh.placement import format_bytes
 
 HEADERS = ("rank", "host", "address", "phase", "step", "layers", "weights", "memory", "engine", "heartbeat")
+KEPT_PLAN = (
+    "the mesh does not go on with fewer hosts, but waits for one that is lost; `mlx-mesh sync --full` before "
+    "`up` lifts that"
+)
 LINK_HEADERS = ("link", "to", "at", "interface", "round trip", "bandwidth")
 
 
@@ -41,6 +45,8 @@ def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[st
         lines += ["", f"held awake: {', '.join(awake)}"]
     if events := [f"{host['host']}: {event}" for host in hosts for event in host.get("events", [])]:
         lines += ["", *events]
+    if parts := [f"{host['host']} ({host['model_part']})" for host in hosts if host.get("model_part")]:
+        lines += ["", f"parts of the model only on {', '.join(parts)}: {KEPT_PLAN}"]
     others = [host for host in nodes.get("hosts", []) if host.get("state") != "serving"]
     if others:
         lines += ["", *(f"{host['host']}: {host['state']}: {host.get('detail', '')}" for host in others)]

@@ -805,6 +805,9 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     pressure: str = ""  # how it is short of memory; while one is, no new request is taken
     awake: str = ""  # what holds it awake; '' = nothing has to, or can
     events: tuple[str, ...] = ()  # sleep and changes of links, the latest few with their times
+    model_part: str = (
+        ""  # what it has of the model, if not all: then its mesh does not go on with fewer hosts
+    )
     replica: int = 1
 
 

@@ -222,6 +222,7 @@ class Lineup:
                     pressure=member.pressure if member is not None and is_here else "",
                     awake=member.awake if member is not None and is_here else "",
                     events=member.events if member is not None else (),
+                    model_part=member.join.facts.model_part if member is not None else "",
                     replica=mesh.replica + 1,
                 )
             )

@@ -103,6 +103,15 @@ def test_the_status_of_a_mesh_that_is_not_ready_gives_the_reason_and_both_rank_n
     assert "0 (RANK 1)" in lines[-1] and "mac2 *" in lines[-1] and "0.5 s" in lines[-1]
 
 
+def test_the_status_tells_that_a_mesh_with_parts_keeps_its_plan() -> None:
+    hosts = [
+        {"host": "mac1", "state": "serving"},
+        {"host": "mac2", "state": "serving", "model_part": "1 of 2 GB"},
+    ]
+    lines = status_lines({"name": "x", "ready": True}, {"ranks": [], "hosts": hosts})
+    assert any("only on mac2 (1 of 2 GB): the mesh does not go on with fewer hosts" in line for line in lines)
+
+
 def test_the_status_tells_what_holds_hosts_awake_and_what_happened_to_them() -> None:
     hosts = [
         {"host": "mac1", "state": "serving", "awake": "by caffeinate (pid 7)", "events": []},
