@@ -14,6 +14,7 @@ from mlx_mesh.launcher.delivery import Brought, Delivery
 from mlx_mesh.launcher.link_notes import link_notes
 from mlx_mesh.launcher.plan import make_plans
 from mlx_mesh.launcher.preflight import ReadyHost
+from mlx_mesh.launcher.status import KEPT_PLAN
 from mlx_mesh.mesh.delivery import gigabytes, size_of
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.types import Placement
@@ -28,10 +29,13 @@ class Ready:
 
 
 def lacks_something(config: LaunchConfig, hosts: Sequence[ReadyHost]) -> bool:
-    """Whether a host may have to be brought something: it has no model, a part, or another one."""
+    """Whether a host may have to be brought something: it has no model, another one, or what was brought to
+    it, which may be a part, or from before the model was trained on."""
     digests = {host.facts.model_digest for host in hosts}
     return len({host.machine for host in hosts}) > 1 and (
-        "" in digests or len(digests) > 1 or any(host.facts.model_part for host in hosts)
+        "" in digests
+        or len(digests) > 1
+        or any(host.facts.is_delivered or host.facts.model_part for host in hosts)
     )
 
 
@@ -65,7 +69,10 @@ def plan_and_bring(
         console.say(f"Bringing the model to {', '.join(lacking)} (--sync never forbids it):")
         tell_brought(delivery.bring(placements), console)
     brought = tuple(with_model(host, delivery) for host in hosts)
-    is_partial = any(host.facts.model_part for host in brought)
+    parts = [f"{host.entry.name} ({host.facts.model_part})" for host in brought if host.facts.model_part]
+    is_partial = bool(parts)
+    if parts:
+        console.say(f"Parts of the model only on {', '.join(parts)}: {KEPT_PLAN}.")
     return Ready(brought, placements if is_partial else ())
 
 

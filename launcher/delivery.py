@@ -38,7 +38,7 @@ from mlx_mesh.mesh.delivery import (
     route_between,
     short_disks,
     size_of,
-    stale_small_files,
+    stale_files,
     whole_files,
 )
 from mlx_mesh.mesh.delivery_orders import (
@@ -69,6 +69,9 @@ NEEDS_TIMEOUT_S = 300.0
 FETCH_STALL_S = 600.0  # a hub that gives nothing for so long
 OFFER_S = 30.0
 TOKEN_BYTES = 32
+MAX_STRANGERS = 1000  # that are passed over for a sign of life that may be behind them
+MAX_REFUSED = 32  # strangers that are told of, each once
+MAX_REPEATS = 3  # of a delivery after which something is missing still, beside one for each host that is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +101,14 @@ class Delivery:
         self.holdings: dict[str, Holding] = {}
         self.reference = ""  # the host whose files count
         self.refused: list[str] = []
+        self._verifies = False
         self.seconds: dict[str, float] = {}  # that receivers were at work, by host
 
     # ------------------------------------------------------------ who has it
 
     def look(self, *, verify: bool = False) -> None:
         """Ask all hosts at once. Raises PreflightError with a line for each that cannot answer."""
+        self._verifies = self._verifies or verify
         heard: queue.Queue[tuple[str, Said]] = queue.Queue()
 
         def look_at(host: ReadyHost) -> Holding | MeshError:
@@ -167,9 +172,14 @@ class Delivery:
         wanted = self.holdings[self.reference]
         others = [
             f"{name}: model: {holding.folder} differs from {self.reference}'s {wanted.folder} "
-            f"({holding.digest[:12]} and {wanted.digest[:12]}); remove the wrong one, and it is brought"
+            f"({_difference(wanted, holding)}); remove the wrong one, and it is brought"
             for name, holding in self.holdings.items()
-            if holding.state == "whole" and not holding.is_delivered and holding.digest != wanted.digest
+            if holding.state == "whole"
+            and not holding.is_delivered
+            and (
+                holding.digest != wanted.digest
+                or (stale_files(wanted.files, holding.files) and not self._verifies)  # `compare` tells more
+            )
         ]
         if others and not wanted.is_delivered:
             raise PreflightError("\n".join(others))
@@ -264,7 +274,7 @@ class Delivery:
                     continue
             same = holding.digest == reference.digest
             found[name] = missing_spans(needed, holding.held if same else {})
-            for file in stale_small_files(reference.files, holding.files) if same else ():
+            for file in stale_files(reference.files, holding.files) if same else ():
                 found[name][file] = needed[file]
         return found
 
@@ -278,11 +288,18 @@ class Delivery:
         received = dict.fromkeys(self._hosts, 0)
         first: dict[str, Spans] | None = None
         words: dict[str, str] = {}
+        tries = 0
         while True:
             missing = self.missing(needs)
             first = first or missing
             if not any(missing.values()):
                 break
+            tries += 1
+            if tries > len(self._hosts) + MAX_REPEATS:
+                raise PreflightError(
+                    f"{self.reference}: the model in {self.holdings[self.reference].folder} changes while it "
+                    "is sent; run it again when the folder is complete"
+                )
             self._check_disks(missing)
             try:
                 self._transfer(missing, lost, received, words)
@@ -315,16 +332,16 @@ class Delivery:
             raise PreflightError("\n".join(short))
 
     def _holders(self, lost: set[str]) -> list[Holder]:
-        wanted = self.holdings[self.reference].digest
+        wanted = self.holdings[self.reference]
         return [
             Holder(
                 host=name,
                 interfaces=_usable(host),
                 address=host.address,
-                held=None if self.holdings[name].state == "whole" else self.holdings[name].held,
+                held=_held_as(wanted, self.holdings[name]),
             )
             for name, host in self._hosts.items()
-            if self.holdings[name].digest == wanted and name not in lost
+            if self.holdings[name].digest == wanted.digest and name not in lost
         ]
 
     def _transfer(
@@ -415,6 +432,21 @@ class Delivery:
         return said.sha256
 
 
+def _difference(wanted: Holding, other: Holding) -> str:
+    if wanted.digest != other.digest:
+        return f"{other.digest[:12]} and {wanted.digest[:12]}"
+    return f"other bytes in {', '.join(sorted(stale_files(wanted.files, other.files)))}"
+
+
+def _held_as(wanted: Holding, holding: Holding) -> Spans | None:
+    """What a host can send of the reference's model; None = everything."""
+    stale = stale_files(wanted.files, holding.files)
+    if holding.state == "whole" and not stale:
+        return None
+    held = whole_files(holding.files) if holding.state == "whole" else holding.held
+    return {name: spans for name, spans in held.items() if name not in stale}
+
+
 def _usable(host: ReadyHost) -> tuple[Interface, ...]:
     """The interfaces that the user lets data go over."""
     return tuple(each for each in host.facts.interfaces if is_allowed(each.name, host.entry.interfaces))
@@ -438,6 +470,8 @@ class _Transfer:
         self._offers: dict[str, Offering] = {}
         self._waiting: dict[str, DeliveryProcess] = {}  # receivers that are not done
         self._started_at: dict[str, float] = {}
+        self._heard_at: dict[str, float] = {}
+        self._num_strangers = 0  # since a host was due to say something
 
     def run(self, received: dict[str, int]) -> None:
         """Raises DeliveryFailed for the first host that cannot go on; nothing is left running."""
@@ -521,13 +555,12 @@ class _Transfer:
             asked=delivery._config.model,
             digest=reference.digest,
             files={file.name: file.size for file in reference.files},
+            samples={file.name: file.sample for file in reference.files if file.sample},
         )
         again = (
-            tuple(stale_small_files(reference.files, holding.files))
-            if holding.digest == reference.digest
-            else ()
+            tuple(stale_files(reference.files, holding.files)) if holding.digest == reference.digest else ()
         )
-        self._started_at[receiver] = time.monotonic()
+        self._started_at[receiver] = self._heard_at[receiver] = time.monotonic()
         self._waiting[receiver] = self._start(
             receiver,
             "receive",
@@ -538,12 +571,19 @@ class _Transfer:
 
     def _take(self, received: dict[str, int]) -> None:
         delivery = self._delivery
+        silent = min(self._waiting, key=lambda name: self._heard_at[name])
+        left_s = self._heard_at[silent] + STALL_S - time.monotonic()
         try:
-            heard = self._heard.get(timeout=STALL_S)
+            if self._num_strangers > MAX_STRANGERS:
+                raise queue.Empty
+            heard = self._heard.get(timeout=max(0.0, left_s))
         except queue.Empty:
-            late = ", ".join(self._waiting)
-            raise DeliveryFailed(f"{late}: nothing came for {STALL_S:g} s") from None
+            raise DeliveryFailed(f"{silent}: nothing came for {STALL_S:g} s") from None
         said = heard.said
+        if isinstance(said, Refused):  # strangers are no sign of life
+            self._num_strangers += left_s <= 0
+        else:
+            self._num_strangers, self._heard_at[heard.host] = 0, time.monotonic()
         if isinstance(said, Receiving):
             seconds = max(0.001, time.monotonic() - self._started_at[heard.host])
             detail = f"{said.done / 1e6 / seconds:.0f} MB/s" + (f" from {said.via}" if said.via else "")
@@ -554,8 +594,9 @@ class _Transfer:
             self._waiting.pop(heard.host, None)
         elif isinstance(said, Refused):
             text = f"{heard.host}: refused {said.peer}: {said.why}"
-            delivery.refused.append(text)
-            delivery._console.warn(text)
+            if text not in delivery.refused and len(delivery.refused) < MAX_REFUSED:
+                delivery.refused.append(text)
+                delivery._console.warn(text)
         elif isinstance(said, Failed):
             raise DeliveryFailed(f"{heard.host}: {said.message}", said.lost)
         elif isinstance(said, Exit) and heard.host in self._waiting:

@@ -30,11 +30,14 @@ Spans = dict[str, list[Span]]
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a model's folder. `sha256` (hex) is that of the whole file, of small files only."""
+    """One file of a model's folder. `sha256` (hex) is that of the whole file, of small files only; `sample`
+    (hex) is that of blocks all over a weight file, of one delivered in part as they were where it came from:
+    weights that were trained on keep name and size. '' = not known."""
 
     name: str
     size: int
     sha256: str = ""
+    sample: str = ""
 
     @property
     def is_weights(self) -> bool:
@@ -92,13 +95,17 @@ def missing_spans(needed: Spans, held: Mapping[str, Sequence[Span]]) -> Spans:
     return {name: left for name, spans in needed.items() if (left := subtract(spans, held.get(name, ())))}
 
 
-def stale_small_files(source: Sequence[ModelFile], here: Sequence[ModelFile]) -> set[str]:
-    """Small files of the source that are others here. They have to come again."""
-    own = {file.name: file.sha256 for file in here}
+def stale_files(source: Sequence[ModelFile], here: Sequence[ModelFile]) -> set[str]:
+    """Files of the source that have another content here. They have to come again."""
+    own = {file.name: file for file in here}
     return {
         file.name
         for file in source
-        if not file.is_weights and own.get(file.name) and own[file.name] != file.sha256
+        if (mine := own.get(file.name)) is not None
+        and any(
+            known and wanted and known != wanted
+            for known, wanted in ((mine.sha256, file.sha256), (mine.sample, file.sample))
+        )
     }
 
 

@@ -20,11 +20,12 @@ _VERSION = 1
 
 
 class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
-    """`files`: name -> size, all of the model's."""
+    """`files`: name -> size, all of the model's. `samples`: of weight files, see `ModelFile`."""
 
     asked: str  # the model as it was named
     digest: str
     files: dict[str, int]
+    samples: dict[str, str] = {}
     version: int = _VERSION
 
 

@@ -36,7 +36,7 @@ from mlx_mesh.node.hub_folder import (
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 SMALL_FILES = re.compile(r"[^/]+\.(json|jsonl|txt|jinja|model|tiktoken)")  # no *.py: no foreign code
-_WEIGHTS = re.compile(r"model[^/]*\.safetensors")
+WEIGHTS = re.compile(r"model[^/]*\.safetensors")
 _INDEX = "model.safetensors.index.json"
 _FIRST_READ_BYTES = 256 * 1024
 _TIMEOUT_S = 30.0
@@ -165,7 +165,7 @@ def _make_folder(repo: str, revision: str) -> Path:
     info = HfApi().model_info(repo, revision=revision or None, files_metadata=True, timeout=_TIMEOUT_S)
     commit = str(info.sha)
     sizes = {sibling.rfilename: int(sibling.size or 0) for sibling in info.siblings or []}
-    weights = {name: size for name, size in sizes.items() if _WEIGHTS.fullmatch(name)}
+    weights = {name: size for name, size in sizes.items() if WEIGHTS.fullmatch(name)}
     if "config.json" not in sizes or not weights:
         what = "config.json" if "config.json" not in sizes else "model*.safetensors file"
         raise PreflightError(

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mlx_mesh.mesh.delivery_orders import Hashes, HashOrder, Reading
-from mlx_mesh.node.delivery.part_folder import hash_piece
+from mlx_mesh.node.delivery.part_folder import check_source, hash_piece
 from mlx_mesh.node.delivery.program import Speaker, end_now, on_end_of_stdin, run_program
 
 _NUM_THREADS = 4
@@ -18,6 +18,7 @@ _NUM_PER_LINE = 32  # pieces between two signs of life
 def _work(order: HashOrder, speaker: Speaker) -> None:
     on_end_of_stdin(end_now)
     folder = Path(order.folder)
+    check_source(folder, {piece.file for piece in order.pieces})
     total = sum(piece.size for piece in order.pieces)
     found: list[str] = []
     done = 0

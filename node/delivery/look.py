@@ -7,14 +7,15 @@ is put right: pieces that are not what was received are given up.
 from __future__ import annotations
 
 import hashlib
-import re
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mlx_mesh.mesh.delivery import Holding, ModelFile
 from mlx_mesh.mesh.delivery_orders import Looked, LookOrder, Reading
 from mlx_mesh.mesh.errors import MeshError, PreflightError
+from mlx_mesh.mesh.spans import covers
 from mlx_mesh.node.delivery.part_folder import (
     free_bytes,
     read_part,
@@ -23,9 +24,10 @@ from mlx_mesh.node.delivery.part_folder import (
 )
 from mlx_mesh.node.delivery.program import Speaker, end_now, on_end_of_stdin, run_program
 from mlx_mesh.node.facts import digest_model
-from mlx_mesh.node.hub import SMALL_FILES, find_complete, parse_hub_id
+from mlx_mesh.node.hub import SMALL_FILES, WEIGHTS, find_complete, parse_hub_id
 
-_WEIGHTS = re.compile(r"model[^/]*\.safetensors")
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 4096
 OnRead = Callable[[int, int], None]
 
 
@@ -55,12 +57,18 @@ def _delivered(target: Path, verify: bool, problem: str, on_read: OnRead | None)
         problem = problem or "it is not there"
         return Holding(state="none", target=str(target), free_bytes=free, problem=problem)
     is_usable = record.has_small_files and all((target / name).is_file() for name in record.head.files)
+    held = record.spans()
+    files = _files_of(target, record.head.samples)
+    # Of a small file that is not all there yet nothing can be said.
+    files = tuple(
+        file for file in files if file.is_weights or covers(held.get(file.name, ()), [(0, file.size)])
+    )
     return Holding(
         state="whole" if record.is_whole else "part" if is_usable else "none",
         folder=str(target),
         digest=record.head.digest,
-        files=_files_of(target) if is_usable else (),
-        held=record.spans(),
+        files=files,
+        held=held,
         target=str(target),
         free_bytes=free,
         num_damaged=num_damaged,
@@ -106,19 +114,34 @@ def pick_folder(asked: str, candidates: Sequence[str], models: str) -> str:
     return str(there[0]) if there else ""
 
 
-def _files_of(folder: Path) -> tuple[ModelFile, ...]:
-    """What belongs to the model: weights, and small files with their digests."""
+def _files_of(folder: Path, samples: Mapping[str, str] | None = None) -> tuple[ModelFile, ...]:
+    """What belongs to the model: weights, and small files with their digests. `samples`: what the journal has
+    of weights that have holes here."""
     found = []
     for path in sorted(folder.iterdir()):
         name = path.name
         if name.startswith(".") or not path.is_file():
             continue
-        if _WEIGHTS.fullmatch(name):
-            found.append(ModelFile(name=name, size=path.stat().st_size))
+        if WEIGHTS.fullmatch(name):
+            size = path.stat().st_size
+            sample = sample_of(path, size) if samples is None else samples.get(name, "")
+            found.append(ModelFile(name=name, size=size, sample=sample))
         elif SMALL_FILES.fullmatch(name):
             data = path.read_bytes()
             found.append(ModelFile(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest()))
     return tuple(found)
+
+
+def sample_of(path: Path, size: int) -> str:
+    """Hex SHA-256 of blocks spread over a file, the first and the last bytes among them; of a short one all
+    of it. Raises OSError."""
+    digest = hashlib.sha256()
+    num = _NUM_SAMPLES if size > _NUM_SAMPLES * _SAMPLE_BYTES else -(-size // _SAMPLE_BYTES)
+    with path.open("rb", buffering=0) as file:
+        for index in range(num):
+            start = index * max(0, size - _SAMPLE_BYTES) // max(1, num - 1)
+            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
+    return digest.hexdigest()
 
 
 def _work(order: LookOrder, speaker: Speaker) -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mlx_mesh.mesh.delivery import Piece, gigabytes
@@ -30,7 +30,7 @@ from mlx_mesh.mesh.part_record import (
     settled_line,
     write_record,
 )
-from mlx_mesh.node.hub import cache_root, parse_hub_id
+from mlx_mesh.node.hub import SMALL_FILES, WEIGHTS, cache_root, parse_hub_id
 
 OnBytes = Callable[[int], None]
 
@@ -46,6 +46,35 @@ def target_folder(asked: str, models: str) -> Path:
     last = re.sub(r"[^\w.-]", "_", name.rpartition("/")[2]).lstrip(".") or "model"
     root = Path(models).expanduser() / ".mlx-mesh" if models else cache_root() / "delivered"
     return root / hashlib.sha256(asked.encode()).hexdigest()[:12] / last
+
+
+def check_target(folder: Path, head: RecordHead) -> None:
+    """Raises MeshError unless that is where a delivery of this model goes, or was made by one, and its files
+    are those of a model: who may deliver a model may write nothing else."""
+    for name in head.files:
+        if not is_model_file(name):
+            raise MeshError(f"{name!r} is no file of a model's folder")
+    root = folder.parent.parent
+    is_place = root.name == ".mlx-mesh" or root == cache_root() / "delivered"
+    is_place = is_place and folder.relative_to(root) == target_folder(head.asked, "").relative_to(
+        cache_root() / "delivered"
+    )
+    if not folder.is_absolute() or not (is_place or read_part(folder) is not None):
+        raise MeshError(f"{folder} is not where models are delivered to")
+
+
+def check_source(folder: Path, names: Iterable[str]) -> None:
+    """Raises MeshError unless that is a model's folder, and these are files of one: who may fetch a model may
+    read nothing else."""
+    for name in names:
+        if not is_model_file(name):
+            raise MeshError(f"{name!r} is no file of a model's folder")
+    if not (folder / "config.json").is_file() or not any(folder.glob("model*.safetensors")):
+        raise MeshError(f"{folder} is no model's folder")
+
+
+def is_model_file(name: str) -> bool:
+    return bool(_PLAIN_NAME.fullmatch(name) and (WEIGHTS.fullmatch(name) or SMALL_FILES.fullmatch(name)))
 
 
 def read_part(folder: Path) -> PartRecord | None:
@@ -122,26 +151,37 @@ def settle_part(
     record = read_part(folder)
     if record is None:
         return None, 0, 0
-    sure = [] if verify else list(record.pieces[: record.num_settled])
-    sure = [kept for kept in sure if _has_size(folder, kept.file, record.head)]
-    doubtful = record.pieces if verify else record.pieces[record.num_settled :]
-    num_gone = len(record.pieces) - len(sure) - len(doubtful)
+    _, doubtful, num_gone = _sort_out(folder, record, verify=verify)
     if not doubtful and not num_gone:
         return record, 0, 0
-    done, total = 0, sum(kept.end - kept.start for kept in doubtful)
-
-    def count(num: int) -> None:
-        nonlocal done
-        done += num
-        if on_bytes is not None:
-            on_bytes(done, total)
-
     with _locked(folder):
+        # Once more: a delivery that ended just now may have put another model there.
+        if (record := read_part(folder)) is None:
+            return None, 0, 0
+        sure, doubtful, num_gone = _sort_out(folder, record, verify=verify)
+        done, total = 0, sum(kept.end - kept.start for kept in doubtful)
+
+        def count(num: int) -> None:
+            nonlocal done
+            done += num
+            if on_bytes is not None:
+                on_bytes(done, total)
+
         right, num_wrong = check_pieces(folder, doubtful, count)
         for file in {kept.file for kept in right}:
             _sync(folder / file)
         _replace(folder / RECORD_NAME, write_record(record.head, [*sure, *right]))
     return read_part(folder), len(right), num_wrong + num_gone
+
+
+def _sort_out(
+    folder: Path, record: PartRecord, *, verify: bool
+) -> tuple[list[KeptPiece], Sequence[KeptPiece], int]:
+    """Pieces that are sure, pieces to be read again, and how many are gone with their file."""
+    sure = [] if verify else list(record.pieces[: record.num_settled])
+    sure = [kept for kept in sure if _has_size(folder, kept.file, record.head)]
+    doubtful = record.pieces if verify else record.pieces[record.num_settled :]
+    return sure, doubtful, len(record.pieces) - len(sure) - len(doubtful)
 
 
 def _has_size(folder: Path, name: str, head: RecordHead) -> bool:
@@ -154,9 +194,18 @@ def _has_size(folder: Path, name: str, head: RecordHead) -> bool:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        _to_disk(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _to_disk(descriptor: int) -> None:
+    """On macOS fsync leaves data in the drive's own cache, which goes with the power."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        with contextlib.suppress(OSError):  # not every file system has it
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -164,8 +213,9 @@ def _replace(path: Path, data: bytes) -> None:
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        _to_disk(file.fileno())
     temporary.replace(path)
+    _sync(path.parent)  # an old journal must not come back beside files of another model
 
 
 class PartWriter:
@@ -208,10 +258,10 @@ class PartWriter:
             return
         try:
             for name in dirty:
-                os.fsync(self._files[name])
+                _to_disk(self._files[name])
             with self._lock:
                 self._append(settled_line(num_pieces))
-            os.fsync(self._journal)
+            _to_disk(self._journal)
         except OSError as error:
             raise disk_error(self._folder, error) from error
         self._num_settled = num_pieces

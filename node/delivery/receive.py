@@ -22,7 +22,7 @@ from mlx_mesh.mesh.delivery import MAX_PIECE_BYTES, Piece
 from mlx_mesh.mesh.delivery_orders import Received, ReceiveOrder, Receiving, Source
 from mlx_mesh.mesh.errors import ExitCode, MeshError, ProtocolError
 from mlx_mesh.node.delivery.certificate import client_context, is_pinned
-from mlx_mesh.node.delivery.part_folder import PartWriter, open_part
+from mlx_mesh.node.delivery.part_folder import PartWriter, check_target, open_part
 from mlx_mesh.node.delivery.program import Speaker, on_end_of_stdin, run_program
 from mlx_mesh.node.delivery.wire import HANDSHAKE_S, IO_S, Answer, Hello, read_frame, read_into, send_frame
 
@@ -223,6 +223,7 @@ def _words(error: BaseException) -> str:
 
 def _work(order: ReceiveOrder, speaker: Speaker) -> None:
     began = time.monotonic()
+    check_target(Path(order.folder), order.head)
     with open_part(Path(order.folder), order.head, order.again) as writer:
         receiver = Receiver(order, writer)
 

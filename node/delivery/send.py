@@ -19,6 +19,7 @@ from mlx_mesh.mesh.delivery_orders import Offering, Refused, SendOrder
 from mlx_mesh.mesh.errors import MeshError, ProtocolError
 from mlx_mesh.mesh.spans import covers
 from mlx_mesh.node.delivery.certificate import Certificate, make_certificate
+from mlx_mesh.node.delivery.part_folder import check_source, read_part
 from mlx_mesh.node.delivery.program import Speaker, end_now, on_end_of_stdin, run_program
 from mlx_mesh.node.delivery.wire import HANDSHAKE_S, IO_S, Answer, Hello, read_frame, send_frame
 
@@ -37,6 +38,9 @@ class Sender:
         self._on_refused = on_refused
         self._certificate: Certificate = make_certificate()
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        folder = Path(order.folder)
+        self._is_delivered = read_part(folder) is not None
+        self._stamps = {name: self._stamp((folder / name).stat()) for name in order.files}
 
     def listen(self) -> Offering:
         """Raises MeshError when there is no address to listen at."""
@@ -104,11 +108,22 @@ class Sender:
                 if not _read_fully(files[piece.file], view, piece.start):
                     send_frame(connection, Answer(refusal=f"{piece.file} ends before byte {piece.end}"))
                     continue
+                if self._stamp(os.fstat(files[piece.file])) != self._stamps[piece.file]:
+                    send_frame(
+                        connection, Answer(refusal=f"{piece.file} was changed while it was being sent")
+                    )
+                    continue
                 send_frame(connection, Answer(sha256=hashlib.sha256(view).digest()))
                 connection.sendall(view)
         finally:
             for descriptor in files.values():
                 os.close(descriptor)
+
+    def _stamp(self, status: os.stat_result) -> tuple[int, ...]:
+        """Changes when another file is put in its place, or somebody writes to it; into one of ours pieces
+        may come while others go."""
+        stamp = status.st_dev, status.st_ino
+        return stamp if self._is_delivered else (*stamp, status.st_size, status.st_mtime_ns)
 
     def _why_not(self, piece: Piece) -> str:
         size = self._order.files.get(piece.file)
@@ -139,6 +154,7 @@ def _words(error: BaseException) -> str:
 def _work(order: SendOrder, speaker: Speaker) -> None:
     ended = threading.Event()
     on_end_of_stdin(ended.set)
+    check_source(Path(order.folder), order.files)
     sender = Sender(order, lambda peer, why: speaker.say(Refused(peer=peer, why=why)))
     speaker.say(sender.listen())
     ended.wait()  # as long as the launcher lives; receivers have their own limits

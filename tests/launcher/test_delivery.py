@@ -9,12 +9,14 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlx_mesh.launcher import bring, delivery
@@ -22,10 +24,11 @@ from mlx_mesh.launcher.bring import lacks_something, plan_and_bring, with_model
 from mlx_mesh.launcher.config import Flags, LaunchConfig, build_config
 from mlx_mesh.launcher.console import Console
 from mlx_mesh.launcher.delivery import Delivery
+from mlx_mesh.launcher.delivery_process import Heard
 from mlx_mesh.launcher.preflight import ReadyHost, python_of
 from mlx_mesh.launcher.remote import LocalHost
-from mlx_mesh.mesh.delivery import Spans, size_of
-from mlx_mesh.mesh.delivery_orders import Source
+from mlx_mesh.mesh.delivery import Holding, Spans, size_of
+from mlx_mesh.mesh.delivery_orders import Refused, Source
 from mlx_mesh.mesh.errors import MeshError, PreflightError
 from mlx_mesh.mesh.hostfile import HostEntry, Hostfile
 from mlx_mesh.mesh.types import HostFacts, Placement, Shard, Sharding, Versions
@@ -237,6 +240,84 @@ def test_another_model_of_the_same_name_replaces_what_was_delivered(hosts: Hosts
     assert "2" in (hosts.delivered("b") / "config.json").read_text()
 
 
+def test_weights_that_were_trained_on_come_again_with_the_same_names_and_sizes(hosts: Hosts) -> None:
+    own = make_model(hosts.root / "a" / "org" / "name")
+    _again(hosts, (PLACEMENT,))
+    config = (own / "config.json").read_bytes()
+    shutil.rmtree(own)
+    make_model(own, seed=2)
+    (own / "config.json").write_bytes(config)
+    _, second = _again(hosts, (PLACEMENT,))
+    assert second.missing == SIZE // 2
+    half = SIZE // 2
+    assert weights_of(hosts.delivered("b"))[:half] == weights_of(own)[:half]
+    assert _again(hosts, (PLACEMENT,))[1].missing == 0
+
+
+def test_old_weights_are_not_sent_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """b was brought the old ones, c has nothing: both get the new ones from a."""
+    monkeypatch.setattr(Delivery, "_needs_of_ranks", lambda self, placement: HALVES)
+    hosts = Hosts(tmp_path, "abc")
+    own = make_model(tmp_path / "a" / "org" / "name")
+    made = hosts.delivery()
+    made.find()
+    old = made.holdings["a"]
+    held = Holding(state="part", digest=old.digest, files=old.files, held={"model.safetensors": [(0, 9)]})
+    (own / "model.safetensors").write_bytes(weights_of(make_model(tmp_path / "other", seed=2)))
+    made.look()
+    made.holdings["b"] = held
+    made.holdings["c"] = msgspec.structs.replace(held, state="whole", is_delivered=True)
+    a, b, c = made._holders(set())
+    assert a.held is None
+    assert b.held == {}
+    assert c.held is not None
+    assert "model.safetensors" not in c.held
+    assert "config.json" in c.held
+
+
+def test_own_folders_with_other_weights_of_the_same_sizes_are_refused(hosts: Hosts) -> None:
+    make_model(hosts.root / "a" / "org" / "name")
+    copy = make_model(hosts.root / "b" / "org" / "name")
+    hosts.delivery().find()
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(1234)
+        file.write(b"\0\0\0")
+    with pytest.raises(PreflightError, match=r"b: model: .*other bytes in model\.safetensors"):
+        hosts.delivery().find()
+    made = Delivery(hosts.config, hosts.ready, Console(hosts.output))
+    made.look(verify=True)
+    made.find()  # the bytes are told by `compare`
+
+
+def test_a_model_that_never_stays_the_same_is_not_sent_for_ever(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(hosts.root / "a" / "org" / "name")
+    made = hosts.delivery()
+    made.find()
+    monkeypatch.setattr(made, "_transfer", lambda *_: None)
+    monkeypatch.setattr(made, "look", lambda: None)
+    with pytest.raises(PreflightError, match="changes while it is sent"):
+        made.bring((PLACEMENT,))
+
+
+def test_strangers_are_told_once_each_and_are_no_sign_of_life(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hosts.delivery()
+    transfer = delivery._Transfer(made, (), {})
+    monkeypatch.setattr(delivery, "STALL_S", 0.05)
+    transfer._heard_at = {"b": time.monotonic()}
+    transfer._waiting = {"b": None}  # type: ignore[dict-item]
+    for number in range(200):
+        transfer._heard.put(Heard("a", Refused(peer=f"10.0.0.{number // 2}", why="its token is wrong")))
+    with pytest.raises(MeshError, match="b: nothing came for"):
+        while True:
+            transfer._take({})
+            transfer._heard.put(Heard("a", Refused(peer="10.0.0.1", why="its token is wrong")))
+    assert len(made.refused) == len(set(made.refused)) == delivery.MAX_REFUSED
+
+
 def test_two_own_folders_that_differ_are_refused_with_both_names(hosts: Hosts) -> None:
     make_model(hosts.root / "a" / "org" / "name")
     make_model(hosts.root / "b" / "org" / "name", seed=2)
@@ -355,8 +436,6 @@ def with_facts(hosts: Hosts, **by_name: HostFacts) -> tuple[ReadyHost, ...]:
 
 
 def facts(**changes: Any) -> HostFacts:
-    import msgspec
-
     return msgspec.structs.replace(FACTS, **changes)
 
 
@@ -364,6 +443,8 @@ def test_hosts_that_all_have_the_same_model_are_not_looked_at_again(hosts: Hosts
     whole, part = facts(model_digest="d"), facts(model_digest="d", model_part="1 of 2 GB")
     assert not lacks_something(hosts.config, with_facts(hosts, a=whole, b=whole))
     assert lacks_something(hosts.config, with_facts(hosts, a=whole, b=part))
+    delivered = facts(model_digest="d", is_delivered=True)  # perhaps before it was trained on
+    assert lacks_something(hosts.config, with_facts(hosts, a=whole, b=delivered))
     assert lacks_something(hosts.config, with_facts(hosts, a=whole, b=facts()))
     assert lacks_something(hosts.config, with_facts(hosts, a=whole, b=facts(model_digest="e")))
     assert not lacks_something(hosts.config, with_facts(hosts, a=facts(), b=whole)[:1])
@@ -386,6 +467,9 @@ def test_up_brings_the_model_and_holds_the_mesh_to_the_plan(planned: Hosts) -> N
     assert second.facts.model_part == "0.2 MB of 0.4 MB"
     assert second.facts.is_delivered
     assert "Bringing the model to b (--sync never forbids it)" in planned.output.getvalue()
+    assert "Parts of the model only on b (0.2 MB of 0.4 MB): the mesh does not go on with fewer hosts" in (
+        planned.output.getvalue()
+    )
     assert "b: received 0.2 MB for the 0.2 MB that it lacked" in planned.output.getvalue()
 
 

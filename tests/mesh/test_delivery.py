@@ -18,7 +18,7 @@ from mlx_mesh.mesh.delivery import (
     route_between,
     short_disks,
     size_of,
-    stale_small_files,
+    stale_files,
     whole_files,
 )
 from mlx_mesh.mesh.interfaces import Interface, LinkClass
@@ -57,8 +57,8 @@ def test_what_is_there_is_not_sent_again() -> None:
 
 def test_a_small_file_with_other_content_comes_again_and_one_that_is_missing_is_missing_anyway() -> None:
     here = (ModelFile(name="config.json", size=40, sha256="x"),)
-    assert stale_small_files(FILES, here) == {"config.json"}
-    assert stale_small_files(FILES, FILES) == set()
+    assert stale_files(FILES, here) == {"config.json"}
+    assert stale_files(FILES, FILES) == set()
 
 
 def test_pieces_are_small_files_first_and_never_longer_than_the_limit() -> None:
@@ -191,3 +191,11 @@ def test_a_journal_that_was_cut_off_anywhere_tells_what_is_before_it(cut: int) -
 def test_what_is_no_journal_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_record(data)
+
+
+def test_weights_whose_samples_differ_come_again_and_unknown_ones_do_not() -> None:
+    def weights(sample: str) -> tuple[ModelFile, ...]:
+        return (ModelFile(name="model.safetensors", size=9, sample=sample),)
+
+    assert stale_files(weights("a"), weights("b")) == {"model.safetensors"}
+    assert stale_files(weights("a"), weights("a")) == stale_files(weights("a"), weights("")) == set()

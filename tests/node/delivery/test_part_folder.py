@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -14,7 +15,8 @@ from mlx_mesh.mesh.delivery import Piece
 from mlx_mesh.mesh.delivery_orders import LookOrder
 from mlx_mesh.mesh.errors import MeshError, PreflightError
 from mlx_mesh.mesh.part_record import RECORD_NAME, RecordHead
-from mlx_mesh.node.delivery.look import look, pick_folder
+from mlx_mesh.node.delivery import part_folder
+from mlx_mesh.node.delivery.look import look, pick_folder, sample_of
 from mlx_mesh.node.delivery.part_folder import (
     Busy,
     describe_part,
@@ -276,3 +278,57 @@ def test_a_delivery_goes_where_no_other_program_looks_for_models(
     assert target.name == name
     assert target.parents[1] == tmp_path / ".mlx-mesh"
     assert target == target_folder(asked, str(tmp_path))
+
+
+def test_what_another_delivery_put_there_meanwhile_is_not_overwritten_with_the_old_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look reads the journal; then another model comes, and only then the look has the lock."""
+    fill(tmp_path / "m", CONFIG_PIECE, FIRST)
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"cut")
+    other = RecordHead(asked="m", digest="e", files=HEAD.files)
+    real = part_folder._locked
+
+    def late(folder: Path) -> Any:
+        monkeypatch.setattr(part_folder, "_locked", real)
+        with open_part(folder, other):
+            pass
+        return real(folder)
+
+    monkeypatch.setattr(part_folder, "_locked", late)
+    record, _, _ = settle_part(tmp_path / "m")
+    assert record is not None
+    assert (record.head.digest, record.pieces) == ("e", ())
+
+
+def test_what_is_settled_is_on_the_drive_also_where_fsync_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda descriptor, what: asked.append(what))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: pytest.fail("fsync"))
+    fill(tmp_path / "m", FIRST)
+    assert asked == [51, 51, 51, 51]  # the new journal and its folder; then the file, the journal
+
+
+def test_of_a_file_that_is_not_all_there_no_digest_is_told(tmp_path: Path) -> None:
+    target = target_folder("m", str(tmp_path))
+    fill(target, Piece("config.json", 0, 5), FIRST)
+    holding = look(LookOrder(marker="x", asked="m", candidates=(), models=str(tmp_path)))
+    assert (holding.state, [file.name for file in holding.files]) == ("none", ["model.safetensors"])
+
+
+def test_blocks_all_over_a_weight_file_are_looked_at(tmp_path: Path) -> None:
+    size = 3 * 2**20
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(size))
+    before = sample_of(path, size)
+    for at in (0, size // 2, size - 1):
+        data = bytearray(size)
+        data[at - at % 3 : at - at % 3 + 16384] = b"x" * min(16384, size - at + at % 3)
+        path.write_bytes(data)
+        assert path.stat().st_size == size
+        assert sample_of(path, size) != before
+    path.write_bytes(b"")
+    assert sample_of(path, 0) == hashlib.sha256().hexdigest()

@@ -23,6 +23,7 @@ import pytest
 from mlx_mesh.mesh.delivery import Piece, missing_spans, pieces_of
 from mlx_mesh.mesh.delivery_orders import (
     Failed,
+    HashOrder,
     Offering,
     Peer,
     Received,
@@ -32,11 +33,17 @@ from mlx_mesh.mesh.delivery_orders import (
     SendOrder,
     Source,
 )
-from mlx_mesh.mesh.errors import ExitCode
+from mlx_mesh.mesh.errors import ExitCode, MeshError
 from mlx_mesh.mesh.part_record import RecordHead
 from mlx_mesh.node.delivery import send
 from mlx_mesh.node.delivery.certificate import client_context, make_certificate
-from mlx_mesh.node.delivery.part_folder import read_part, settle_part
+from mlx_mesh.node.delivery.part_folder import (
+    check_source,
+    check_target,
+    read_part,
+    settle_part,
+    target_folder,
+)
 from mlx_mesh.node.delivery.wire import Answer, Hello, read_frame, read_into, send_frame
 
 SIZE = 3_000_000
@@ -130,12 +137,17 @@ def receive_order(
     return ReceiveOrder(marker=MARKER, folder=str(folder), head=HEAD, sources=(source,))
 
 
+def place(root: Path) -> Path:
+    """Where a delivery of `HEAD` goes."""
+    return target_folder("m", str(root))
+
+
 def same(folder: Path, other: Path) -> bool:
     return all((folder / name).read_bytes() == (other / name).read_bytes() for name in FILES)
 
 
 def test_a_model_goes_from_process_to_process(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
+    target = place(tmp_path)
     with running("send", send_order(source)) as sender:
         offer = sender.hear(Offering)
         with running("receive", receive_order(target, offer)) as receiver:
@@ -178,7 +190,7 @@ class Gate(send.Sender):
 def test_a_receiver_that_ends_in_the_middle_goes_on_where_it_was(
     source: Path, tmp_path: Path, how: str
 ) -> None:
-    target, half = tmp_path / "target", len(ALL) // 2
+    target, half = place(tmp_path), len(ALL) // 2
     gate = Gate(send_order(source), half)
     offer = gate.listen()
     with running("receive", receive_order(target, offer)) as receiver:
@@ -205,7 +217,7 @@ def test_a_receiver_that_ends_in_the_middle_goes_on_where_it_was(
 
 
 def test_a_flipped_byte_costs_its_piece_only(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
+    target = place(tmp_path)
     with running("send", send_order(source)) as sender:
         offer = sender.hear(Offering)
         with running("receive", receive_order(target, offer)) as receiver:
@@ -255,7 +267,7 @@ def dial(offer: Offering) -> ssl.SSLSocket:
 
 def test_a_wrong_token_is_refused_and_told(sender: Listening, tmp_path: Path) -> None:
     offer = sender.offer
-    with running("receive", receive_order(tmp_path / "t", offer, token="guessed")) as receiver:
+    with running("receive", receive_order(place(tmp_path), offer, token="guessed")) as receiver:
         assert "this token is not known here" in receiver.hear(Failed).message
         assert receiver.close() == ExitCode.FAILED
     assert sender.why() == "its token is wrong"
@@ -265,13 +277,13 @@ def test_a_receiver_takes_no_other_certificate(sender: Listening, tmp_path: Path
     """Somebody else answers at the sender's address."""
     offer = sender.offer
     other = make_certificate().pem
-    with running("receive", receive_order(tmp_path / "t", offer, certificate=other)) as receiver:
+    with running("receive", receive_order(place(tmp_path), offer, certificate=other)) as receiver:
         failed = receiver.hear(Failed)
         assert "does not have its certificate" in failed.message
         assert failed.lost == "a"
     assert "did not say hello" in sender.why()
-    assert read_part(tmp_path / "t") is not None  # nothing was written into it
-    assert not any(read_part(tmp_path / "t").pieces)  # type: ignore[union-attr]
+    assert read_part(place(tmp_path)) is not None  # nothing was written into it
+    assert not any(read_part(place(tmp_path)).pieces)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 300])
@@ -353,14 +365,73 @@ def test_a_piece_that_came_damaged_is_not_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender's disk gives other bytes than it hashed."""
-    real = hashlib.sha256
+    real, target = hashlib.sha256, place(tmp_path)
     monkeypatch.setattr(hashlib, "sha256", lambda data: real(bytes(data) + b"!"))
     gate = Gate(send_order(source), 10_000)
-    with running("receive", receive_order(tmp_path / "t", gate.listen(), ALL[:3])) as receiver:
+    with running("receive", receive_order(target, gate.listen(), ALL[:3])) as receiver:
         assert "came with another SHA-256" in receiver.hear(Failed).message
-    record = read_part(tmp_path / "t")
+    record = read_part(target)
     assert record is not None
     assert record.pieces == ()
+
+
+def test_a_file_that_changes_while_it_is_sent_is_refused(source: Path) -> None:
+    """Old bytes and new ones must not come together, whether it is written to or replaced."""
+    offer = Listening(send_order(source)).offer
+    with dial(offer) as connection:
+        send_frame(connection, Hello(token=TOKEN))
+        read_frame(connection, Answer)
+        send_frame(connection, Piece("model.safetensors", 0, 10))
+        first = read_frame(connection, Answer)
+        assert first is not None
+        assert first[0].refusal == ""
+        read_into(connection, memoryview(bytearray(10)))
+        with (source / "model.safetensors").open("r+b") as file:
+            file.write(b"!")
+        send_frame(connection, Piece("model.safetensors", 10, 20))
+        second = read_frame(connection, Answer)
+        assert second is not None
+        assert "was changed while it was being sent" in second[0].refusal
+    (source / "new").write_bytes((source / "config.json").read_bytes())
+    (source / "new").replace(source / "config.json")
+    with dial(offer) as connection:
+        send_frame(connection, Hello(token=TOKEN))
+        read_frame(connection, Answer)
+        send_frame(connection, Piece("config.json", 0, 10))
+        answer = read_frame(connection, Answer)
+        assert answer is not None
+        assert "was changed" in answer[0].refusal
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.plist", "../config.json", ".mlx-mesh-part.jsonl", "x/config.json", "a.py"]
+)
+def test_who_may_deliver_writes_only_what_belongs_to_a_model(tmp_path: Path, name: str) -> None:
+    with pytest.raises(MeshError, match="no file of a model"):
+        check_target(place(tmp_path), msgspec.structs.replace(HEAD, files={name: 3}))
+
+
+@pytest.mark.parametrize("where", [".", "LaunchAgents", ".mlx-mesh/x", ".mlx-mesh/0123456789ab/m"])
+def test_who_may_deliver_writes_only_where_deliveries_go(tmp_path: Path, where: str) -> None:
+    with pytest.raises(MeshError, match="not where models are delivered"):
+        check_target(tmp_path / where, HEAD)
+    check_target(place(tmp_path), HEAD)
+
+
+def test_a_receiver_and_a_sender_look_at_what_they_are_told(source: Path, tmp_path: Path) -> None:
+    offer = Offering(ports={"127.0.0.1": 1}, certificate="")
+    with running("receive", receive_order(tmp_path / "agents", offer)) as receiver:
+        assert "not where models are delivered" in receiver.hear(Failed).message
+    assert not (tmp_path / "agents").exists()
+    with running("send", send_order(source, files={"id_ed25519": 5})) as sender:
+        assert "no file of a model" in sender.hear(Failed).message
+    order = HashOrder(marker=MARKER, folder=str(source), pieces=(Piece("id_ed25519", 0, 5),))
+    with running("hashes", order) as hashes:
+        assert "no file of a model" in hashes.hear(Failed).message
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "config.json").write_text("{}")
+    with pytest.raises(MeshError, match="no model's folder"):
+        check_source(tmp_path / "home", ["config.json"])
 
 
 def test_an_order_that_cannot_be_read_is_told(tmp_path: Path) -> None:
