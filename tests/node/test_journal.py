@@ -36,6 +36,18 @@ def tokens(*ids: int, request_id: str = "a", reason: Any = None) -> TokenChunk:
 # ---------------------------------------------------------------- journal
 
 
+def test_only_requests_that_are_wanted_and_under_no_suspicion_may_go_elsewhere() -> None:
+    journal = Journal()
+    for request_id in ("suspect", "cancelled", "waits", "had no step"):
+        journal.open(request(request_id), 0.0)
+    journal.admissions()
+    assert journal.blameless() == ()  # an engine has them
+    journal.note_admitted(["suspect", "cancelled"])
+    journal.cancel("cancelled")
+    journal.epoch_ended(by_itself=True)
+    assert journal.blameless() == ("waits", "had no step")
+
+
 def test_a_request_is_admitted_again_with_what_was_sent_and_all_its_settings() -> None:
     journal = Journal()
     sampling = SamplingParams(temperature=0.7, seed=5, logit_bias={3: 1.0})

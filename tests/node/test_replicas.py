@@ -99,6 +99,11 @@ async def test_a_dead_replicas_request_goes_on_in_the_other_one_and_nothing_else
     async with run_mesh() as mesh:
         two_replicas(mesh)
         leader, line = await mesh.up()
+        for old in ("old", "older"):  # one on each
+            await submit(line, old, old)
+            await line.wait_for(
+                Chunk, lambda event, old=old: event.chunk.id == old and event.chunk.finish_reason
+            )
         await submit(line, "there", "b", LONG)
         await submit(line, "here", "a", LONG)
         before = await status(line)
@@ -108,7 +113,7 @@ async def test_a_dead_replicas_request_goes_on_in_the_other_one_and_nothing_else
         tokens: dict[str, list[int]] = {"there": [], "here": []}
         ends: dict[str, str] = {}
         for event in line.events:
-            if isinstance(event, Chunk):
+            if isinstance(event, Chunk) and event.chunk.id in tokens:
                 tokens[event.chunk.id].extend(event.chunk.token_ids)
         fallen = None
         while len(ends) < 2:
@@ -131,6 +136,8 @@ async def test_a_dead_replicas_request_goes_on_in_the_other_one_and_nothing_else
         after = await status(line)
         assert [(row.ready, row.epoch) for row in after.replicas] == [(True, 2), (True, 1)]
         assert engine_of(after, 2) == engine_of(before, 2)
+        await submit(line, "new", "old")  # what was known of the first one's caches is forgotten
+        assert all("conversation" not in row.num_requests for row in (await status(line)).replicas)
 
 
 async def test_a_replica_that_fails_too_often_rests_and_is_tried_again(

@@ -414,6 +414,32 @@ def test_a_cancel_while_the_towers_run_ends_the_request_before_its_first_token(s
     assert stage.log.count("step") <= 2 and not stage.generation.features
 
 
+def test_a_prompt_that_is_cancelled_while_it_waits_for_a_row_leaves_nothing_of_its_pictures(
+    sockets: Any,
+) -> None:
+    stage = make_stage(0, *sockets, max_sequences=1)
+    stage.leader._pictures = cast(Pictures, ScriptedPictures(stage.log))
+    later: list[EngineCommand] = [StopEngine(), Cancel(id="waits")]
+    held = []
+
+    def poll() -> EngineCommand | None:
+        if stage.commands:
+            return stage.commands.pop(0)
+        if len(later) == 2 and stage.scheduler.waits("waits"):
+            return later.pop()
+        held.append(set(stage.generation.features))
+        return later.pop() if len(later) == 1 and not stage.scheduler.has_work else None
+
+    stage.poll = poll  # type: ignore[method-assign]
+    stage.commands = [submit_picture("runs", b"1", 6), submit_picture("waits", b"2", 6)]
+    stage.next = lambda: poll() or later.pop()  # type: ignore[method-assign]
+    stage.leader.run(stage)
+    told = answers(stage)
+    assert told["waits"] == ["admitted", "cancelled"]
+    assert told["runs"][-1] == "length"
+    assert {"runs"} in held and not stage.generation.features
+
+
 def test_a_model_without_towers_refuses_pictures_and_goes_on(sockets: Any) -> None:
     stage = make_stage(0, *sockets)
     stage.run(submit_picture("picture", b"1"), submit("text", 2), StopEngine())
