@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mlx_mesh.launcher import net_command
 from mlx_mesh.launcher.asking import Answer
 from mlx_mesh.launcher.net_command import Notes, apply_host, cable_reached_over, lines, sudo, undo_of
 from mlx_mesh.launcher.remote import LocalHost
 from mlx_mesh.mesh.doctor import Examined
-from mlx_mesh.mesh.errors import MeshError
+from mlx_mesh.mesh.errors import ExitCode, MeshError
 from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.net_plan import HostSteps, NetPlan, Step, plan_network
 
@@ -143,3 +146,17 @@ def test_people_see_cables_commands_reasons_and_the_way_back(macs: ModuleType) -
     assert "on mac2, in this order:" in text and "members of bridge0" in text
     assert text.count("to undo:") == 2 and "Bridge' on" in text
     assert lines(NetPlan(), is_undo=False) == ["Nothing is to be done."]
+
+
+def test_commands_that_would_cut_off_their_own_connection_are_left_to_the_user(
+    macs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = answers_of(macs, [macs.Mac(is_bridged=True, bridge=("169.254.2.2/16",))])
+    remote = SimpleNamespace(peer_address="169.254.2.2")
+    monkeypatch.setattr(net_command, "_opened", lambda *_: contextlib.nullcontext(remote))
+    monkeypatch.setattr(net_command, "apply_host", lambda *_, **__: pytest.fail("it was carried out"))
+    config: Any = SimpleNamespace(hosts=[answer.entry for answer in answers], ssh_config="")
+    plan = NetPlan(hosts=(STEPS,))
+    status = net_command._apply(plan, answers, config, Notes(tmp_path / "n"), is_undo=False)
+    assert status == ExitCode.PREFLIGHT
+    assert "mac1 is reached over bridge0 (Thunderbolt Bridge)" in capsys.readouterr().out

@@ -73,6 +73,7 @@ def test_yes_and_the_right_fingerprint_record_it_and_another_one_does_not(
     written = box.known_hosts.read_text()
     assert main([*words, "--fingerprint", fingerprint_of(Path(f"{box.host_key}.pub"))]) == 0
     assert "is known" in capsys.readouterr().out
+    assert main([*words, "--fingerprint", "SHA256:nothing"]) == ExitCode.PREFLIGHT  # known, and not that one
     assert box.known_hosts.read_text() == written
 
 

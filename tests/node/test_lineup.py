@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlx_mesh.mesh.messages import ChangeNode, Deadlines, HostPlan, MeshConfig, NodeReply
-from mlx_mesh.mesh.survivors import Serve, WaitFor
+from mlx_mesh.mesh.survivors import Serve, StayDown, WaitFor
+from mlx_mesh.mesh.types import Placement, Sharding
+from mlx_mesh.node.gathering import place_model
 from mlx_mesh.node.lineup import Lineup
 from mlx_mesh.node.roster import Roster
 
@@ -101,3 +105,39 @@ def test_a_drain_that_is_taken_back_in_time_changes_nothing(books: Books) -> Non
     assert books.ask("drain", "mac2").is_changing and books.ask("add", "mac2").is_changing
     assert books.lineup.wants() and books.settle() == ""
     assert [seat.ranks for seat in books.roster.seats] == [(0,), (1,), (2,)]
+
+
+def test_with_parts_of_the_model_a_lost_host_is_waited_for_and_then_the_mesh_stays_down(
+    seat_all: Callable[[Roster], None],
+) -> None:
+    """However many hosts are left: each has only what the one plan needs."""
+    plans = tuple(HostPlan(name=name) for name in ("mac1", "mac2", "mac3"))
+    planned = Placement(sharding=Sharding.PIPELINE, model_digest="d", num_layers=3, shards=())
+    roster = Roster(MeshConfig(name="m", hosts=plans, planned=(planned,)))
+    seat_all(roster)
+    for _, member in roster.members():
+        facts = msgspec.structs.replace(member.join.facts, model_digest="d", model_part="1 of 3 GB")
+        member.join = msgspec.structs.replace(member.join, facts=facts)
+    footprint: Any = SimpleNamespace(model_digest="d")
+    now = [0.0]
+    lineup = Lineup(
+        roster,
+        Deadlines(),
+        place=lambda hosts: place_model(roster, footprint, hosts),
+        now=lambda: now[0],
+    )
+    assert lineup.decide() == Serve((0, 1, 2))
+    assert place_model(roster, footprint, (0, 1, 2)) is planned
+    lineup.note_ready()
+    assert {row.model_part for row in lineup.rows()} == {"1 of 3 GB"}
+    lost = roster.seats[2].member
+    assert lost is not None
+    lost.lost = "its power is gone"
+    now[0] = Deadlines().rejoin_timeout_s - 1.0
+    decision = lineup.decide()
+    assert isinstance(decision, WaitFor)
+    now[0] += 2.0
+    decision = lineup.decide()
+    assert isinstance(decision, StayDown)
+    told = lineup.describe_wait(decision)
+    assert "mac1 has only 1 of 3 GB" in told and "mlx-mesh sync --full" in told and "mac3" in told

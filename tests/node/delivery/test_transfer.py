@@ -36,7 +36,7 @@ from mlx_mesh.mesh.delivery_orders import (
 from mlx_mesh.mesh.errors import ExitCode, MeshError
 from mlx_mesh.mesh.part_record import RecordHead
 from mlx_mesh.node.delivery import send
-from mlx_mesh.node.delivery.certificate import client_context, make_certificate
+from mlx_mesh.node.delivery.certificate import client_context, is_pinned, make_certificate
 from mlx_mesh.node.delivery.part_folder import (
     check_source,
     check_target,
@@ -297,6 +297,18 @@ def test_who_speaks_no_tls_is_sent_away(sender: Listening, said: bytes) -> None:
     with dial(offer) as connection:  # and it still serves others
         send_frame(connection, Hello(token=TOKEN))
         assert read_frame(connection, Answer) is not None
+
+
+def test_a_message_that_is_too_long_to_be_one_is_not_waited_for(sender: Listening) -> None:
+    with dial(sender.offer) as connection:
+        connection.sendall((2**30).to_bytes(4, "big"))
+        assert "a message of 1073741824 bytes" in sender.why()
+
+
+def test_only_the_very_certificate_is_the_right_one(sender: Listening) -> None:
+    with dial(sender.offer) as connection:
+        assert is_pinned(connection, sender.offer.certificate)
+        assert not is_pinned(connection, make_certificate().pem)
 
 
 def test_nothing_is_given_before_the_token(sender: Listening) -> None:
