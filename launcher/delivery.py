@@ -444,7 +444,8 @@ def _held_as(wanted: Holding, holding: Holding) -> Spans | None:
     if holding.state == "whole" and not stale:
         return None
     held = whole_files(holding.files) if holding.state == "whole" else holding.held
-    return {name: spans for name, spans in held.items() if name not in stale}
+    told = {file.name for file in holding.files}  # a sender refuses the others
+    return {name: spans for name, spans in held.items() if name in told - stale}
 
 
 def _usable(host: ReadyHost) -> tuple[Interface, ...]:

@@ -273,6 +273,10 @@ def test_old_weights_are_not_sent_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert c.held is not None
     assert "model.safetensors" not in c.held
     assert "config.json" in c.held
+    half_way = {"config.json": [(0, 5)], "model.safetensors": [(0, 9)]}
+    files = tuple(file for file in made.holdings["a"].files if file.is_weights)
+    made.holdings["b"] = msgspec.structs.replace(held, state="none", files=files, held=half_way)
+    assert made._holders(set())[1].held == {"model.safetensors": [(0, 9)]}
 
 
 def test_own_folders_with_other_weights_of_the_same_sizes_are_refused(hosts: Hosts) -> None:
