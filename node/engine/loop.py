@@ -54,6 +54,9 @@ PICTURE_TOKENS = 1024
 READ_AHEAD = 2
 """Prompts whose pictures are read while they wait for a row: what becomes of pictures is large."""
 
+OWN_FEATURES = b"here"
+"""In place of features where no other rank reads them."""
+
 MAX_PREFILL_ROWS = 8
 """Prompts computed together (mlx-lm's default)."""
 
@@ -426,10 +429,13 @@ class Leader:
         known = self._generation.features
         if not any(admission.id in known for admission in plan.admit):
             return plan
-        admit = (
-            msgspec.structs.replace(one, features=encode_features(known[one.id])) if one.id in known else one
-            for one in plan.admit
-        )
+        is_alone = isinstance(self._plans, NoFollowers)
+        admit = []
+        for one in plan.admit:
+            if one.id in known:
+                data = OWN_FEATURES if is_alone else encode_features(known[one.id])
+                one = msgspec.structs.replace(one, features=data)
+            admit.append(one)
         return msgspec.structs.replace(plan, admit=tuple(admit))
 
     def _num_ahead(self) -> int:
