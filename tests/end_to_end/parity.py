@@ -465,8 +465,8 @@ SCRIPTS: tuple[Callable[[httpx.Client], Any], ...] = (
 )
 """After the cases, in this order."""
 
-ELSEWHERE = frozenset({"/v1/cluster/nodes/{host}/drain", "/v1/cluster/nodes/{host}/add"})
-"""Paths that change the mesh itself: test_survivors and the lab have them."""
+ELSEWHERE = frozenset({"/v1/cluster/nodes/{host}/drain", "/v1/cluster/nodes/{host}/add", "/v1/cluster/scan"})
+"""Paths that change the mesh itself or look for others on the network; others test them."""
 
 
 def paths_without_a_case(document: dict[str, Any]) -> list[str]:

@@ -78,7 +78,9 @@ def test_tokens_are_the_same_at_every_world_size_and_split(
     alone: dict[str, Tokens] = {}
     drawn: dict[str, Tokens] = {}  # with a seed, alone
     batches: dict[str, list[Tokens]] = {}
-    for split, arguments in SPLITS.items():
+    # By two stages the tiny model is compared; three uneven ones have all that two have.
+    splits = SPLITS if num_tokens > 24 else {k: v for k, v in SPLITS.items() if k != "pipeline 2"}
+    for split, arguments in splits.items():
         extra = (str(uneven),) if "uneven" in split else ()
         with start_mesh(*arguments, *extra, "--model", str(smollm2)) as mesh:
             check_memory(mesh)
@@ -89,7 +91,7 @@ def test_tokens_are_the_same_at_every_world_size_and_split(
                 answers = pool.map(lambda ask: stream(mesh, ask[0], ask[1], batch_tokens), BATCH)
                 batches[split] = [tokens for tokens, _ in answers]
             assert mesh.stop() == 0
-    for split in SPLITS:
+    for split in splits:
         assert alone[split] == alone["world size 1"], split
         assert batches[split] == batches["world size 1"], split
         assert batches[split][0] == alone["world size 1"][:batch_tokens], split

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,21 @@ class User:
             wrong = self.types("trust", host, "--fingerprint", "SHA256:x", status=ExitCode.PREFLIGHT)
             assert "SHA256:x was asked for" in wrong
             self.types("trust", host, "--fingerprint", shown.stdout.split()[1])
+
+    def sees_all(self) -> None:
+        """Each host that waits is discovered, as the Mac that it is, and by its own name."""
+        waiting = [self.lab.start(host, [*MESH, "agent"]) for host in self.others]
+        try:
+            for agent in waiting:
+                while "Announced as" not in (line := agent.stdout.readline()):
+                    assert line, "the agent ended"
+            report = json.loads(self.types("discover", "--json", "--timeout", 3))
+            seen = {row["name"]: row["verdict"]["what"] for row in report["hosts"]}
+            assert {host: seen.get(host) for host in self.others} == dict.fromkeys(self.others, "usable")
+        finally:
+            for agent in waiting:
+                agent.terminate()
+                agent.communicate(timeout=LIMIT_S)
 
     @property
     def others(self) -> list[str]:
@@ -157,7 +173,9 @@ def test_a_model_is_served_over_the_cables(name: str, mac_lab: Any, tiny_llama: 
     lab = mac_lab(name)
     user = User(lab)
     user.trusts_all()
-    user.writes_hosts(tiny_llama)
+    user.sees_all()
+    shutil.copytree(tiny_llama, lab.home("mac1") / "models" / "tiny-llama")
+    user.writes_hosts(Path("~/models/tiny-llama"))
     user.types("net", "plan", user.hosts, "--apply")
     assert "Nothing is to be done." in user.types("net", "plan", user.hosts)
     findings = user.findings()
@@ -169,6 +187,11 @@ def test_a_model_is_served_over_the_cables(name: str, mac_lab: Any, tiny_llama: 
     if not has_rdma:
         refused = user.types("up", user.hosts, "--backend", "jaccl", status=ExitCode.PREFLIGHT)
         assert "backend jaccl cannot be had: mac1 has no RDMA devices" in refused
+    for host in user.others:
+        assert not list(lab.home(host).glob("**/*.safetensors")), "only mac1 has the model so far"
+    user.types("sync", "~/models/tiny-llama", user.hosts)
+    for host in user.others:
+        assert list((lab.home(host) / ".cache" / "mlx-mesh" / "delivered").glob("**/*.safetensors"))
     backend = ["--backend", "ring"] if has_rdma else []  # there is no RDMA in the lab
     served = user.types("up", user.hosts, "--detach", *backend)
     try:

@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parent / "ring_rank.py"
 DROPPED = ("MLX_", "RANK", "WORLD_SIZE")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_dozen_kinds_of_models_compute_over_a_ring_what_one_process_computes(
     world_size: int, bench: Any
 ) -> None:
