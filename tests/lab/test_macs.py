@@ -45,11 +45,14 @@ class User:
 
     def sees_all(self) -> None:
         """Each host that waits is discovered, as the Mac that it is, and by its own name."""
-        waiting = [self.lab.start(host, [*MESH, "agent"]) for host in self.others]
+        waiting = [self.lab.start(host, [*MESH, "agent", "--pair"]) for host in self.others]
         try:
             for agent in waiting:
-                while "Announced as" not in (line := agent.stdout.readline()):
-                    assert line, "the agent ended"
+                said = ""
+                while "Announced as" not in said:
+                    line = agent.stdout.readline()
+                    assert line, said
+                    said += line
             report = json.loads(self.types("discover", "--json", "--timeout", 3))
             seen = {row["name"]: row["verdict"]["what"] for row in report["hosts"]}
             assert {host: seen.get(host) for host in self.others} == dict.fromkeys(self.others, "usable")
@@ -178,6 +181,11 @@ def test_a_model_is_served_over_the_cables(name: str, mac_lab: Any, tiny_llama: 
     user.writes_hosts(Path("~/models/tiny-llama"))
     user.types("net", "plan", user.hosts, "--apply")
     assert "Nothing is to be done." in user.types("net", "plan", user.hosts)
+    for host in user.others:
+        assert not list(lab.home(host).glob("**/*.safetensors")), "only mac1 has the model so far"
+    user.types("sync", "~/models/tiny-llama", user.hosts)
+    for host in user.others:
+        assert list((lab.home(host) / ".cache" / "mlx-mesh" / "delivered").glob("**/*.safetensors"))
     findings = user.findings()
     assert {level for level, _ in pairs_of(findings, "dial").values()} == {"ok"}
     has_rdma = name != "tb5-2-nordma"
@@ -187,11 +195,6 @@ def test_a_model_is_served_over_the_cables(name: str, mac_lab: Any, tiny_llama: 
     if not has_rdma:
         refused = user.types("up", user.hosts, "--backend", "jaccl", status=ExitCode.PREFLIGHT)
         assert "backend jaccl cannot be had: mac1 has no RDMA devices" in refused
-    for host in user.others:
-        assert not list(lab.home(host).glob("**/*.safetensors")), "only mac1 has the model so far"
-    user.types("sync", "~/models/tiny-llama", user.hosts)
-    for host in user.others:
-        assert list((lab.home(host) / ".cache" / "mlx-mesh" / "delivered").glob("**/*.safetensors"))
     backend = ["--backend", "ring"] if has_rdma else []  # there is no RDMA in the lab
     served = user.types("up", user.hosts, "--detach", *backend)
     try:
