@@ -238,7 +238,7 @@ def _model(host: Examined, leader: Examined, question: Question) -> Seen:
         return _ok("none was asked for")
     if not facts.model_digest:
         seen = facts.model_error.rstrip(".") or "it is not there"
-        return Level.FAIL, seen, "copy or download it there, or set `models:` of this host"
+        return Level.FAIL, seen, "`mlx-mesh sync` or `up` brings it there; or set `models:` of this host"
     own = leader.report.facts.model_digest
     if own and facts.model_digest != own:
         seen = f"it differs from {leader.name}'s ({facts.model_digest[:12]} and {own[:12]})"
