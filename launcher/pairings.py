@@ -7,6 +7,8 @@ key that it proves itself with, and the hosts that it trusts. No mesh can have t
 from __future__ import annotations
 
 import os
+import secrets
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +24,9 @@ from mlx_mesh.mesh.errors import SettingsError
 
 MAX_PAIRED = 64
 MAX_FILE_BYTES = 1 << 20
+
+_one_writer = threading.Lock()
+"""Hosts are connected to side by side, and each may change what is kept of it."""
 
 T = TypeVar("T")
 
@@ -70,7 +75,7 @@ class Pairings:
     def _make_key(self, path: Path) -> None:
         self._make_folder()
         text = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         _write(draft, text)
         try:
             path.hardlink_to(draft)
@@ -90,12 +95,14 @@ class Pairings:
 
     def keep_host(self, host: PairedHost) -> None:
         """Add it, or replace what is known of the same key."""
-        others = [each for each in self.hosts() if each.key != host.key]
-        self._write("hosts", [host, *others])
+        with _one_writer:
+            others = [each for each in self.hosts() if each.key != host.key]
+            self._write("hosts", [host, *others])
 
     def keep_launcher(self, launcher: PairedLauncher) -> None:
-        others = [each for each in self.launchers() if each.key != launcher.key]
-        self._write("launchers", [launcher, *others])
+        with _one_writer:
+            others = [each for each in self.launchers() if each.key != launcher.key]
+            self._write("launchers", [launcher, *others])
 
     def forget_host(self, name: str) -> list[PairedHost]:
         """By name or fingerprint; which ones they were."""
@@ -127,7 +134,7 @@ class Pairings:
         if len(entries) > MAX_PAIRED:
             raise SettingsError(f"{len(entries)} {what} are paired; {MAX_PAIRED} is the limit. Forget some.")
         self._make_folder()
-        draft = self.folder / f".{what}.{os.getpid()}"
+        draft = self.folder / f".{what}.{secrets.token_hex(4)}"
         _write(draft, msgspec.json.format(msgspec.json.encode(entries), indent=1) + b"\n")
         draft.replace(self.folder / f"{what}.json")
 
