@@ -90,6 +90,7 @@ def pairs_of(findings: list[dict[str, str]], check: str) -> dict[str, tuple[str,
     return {f["host"]: (f["level"], f["evidence"]) for f in findings if f["check"] == check}
 
 
+@pytest.mark.long
 def test_macs_in_a_bridge_are_set_up_by_their_own_commands(mac_lab: Any, tiny_llama: Path) -> None:
     user = User(mac_lab("tb5-2-bridge"))
     told = user.writes_hosts(tiny_llama)
