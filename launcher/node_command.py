@@ -27,6 +27,15 @@ def change_node(api: Api, action: str, host: str, say: Callable[[str], None]) ->
         if error.code == "does_not_fit":
             raise PlacementError(str(error)) from error
         raise
+    follow_change(api, reply, lambda status: _done(status, reply["epoch"]), say)
+
+
+def follow_change(
+    api: Api, reply: dict[str, Any], done: Callable[[dict[str, Any]], str], say: Callable[[str], None]
+) -> None:
+    """Say what the leader answered and, if the mesh changes now, wait until `done` finds words for a status.
+    A front end that does not answer for a moment is asked again. Raises ApiError, and MeshError after
+    CHANGE_S."""
     say(str(reply["message"]))
     if not reply["changing"]:
         return
@@ -39,13 +48,17 @@ def change_node(api: Api, action: str, host: str, say: Callable[[str], None]) ->
                 raise
             reason = str(error)
         else:
-            if status["ready"] and status["epoch"] > reply["epoch"]:
-                say(_in_words(status))
+            if words := done(status):
+                say(words)
                 return
             reason = status.get("reason") or "no reason given"
         if time.monotonic() > until:
             raise MeshError(f"The mesh is not ready again after {CHANGE_S:g} s: {reason.rstrip('.')}.")
         time.sleep(POLL_S)
+
+
+def _done(status: dict[str, Any], epoch: int) -> str:
+    return _in_words(status) if status["ready"] and status["epoch"] > epoch else ""
 
 
 def _in_words(status: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -354,6 +355,41 @@ def greedy(request_id: str, prompt_ids: Sequence[int], max_tokens: int, **other:
     )
 
 
+def run_ring(program: Path, world_size: int, *words: str, limit_s: float) -> list[dict[str, Any]]:
+    """What rank 0 of `program RANK PORTS WORDS...` prints as JSON lines. All ranks get ready, which may take
+    any time each, before they run together for at most `limit_s`."""
+    ports = ",".join(map(str, free_ports(world_size)))
+    dropped = ("MLX_", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-u", str(program), str(rank), ports, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n", rank.communicate()[1][-3000:]
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        output, errors = ranks[0].communicate(timeout=limit_s)
+        statuses = [ranks[0].returncode, *(rank.wait(timeout=30) for rank in ranks[1:])]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert statuses == [0] * world_size, errors[-3000:]
+    return [json.loads(line) for line in output.splitlines()]
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What tests use: see the functions and classes above."""
@@ -364,6 +400,7 @@ class Bench:
     split: Callable[..., Placement] = split
     greedy: Callable[..., GenerateRequest] = greedy
     free_ports: Callable[[int], list[int]] = free_ports
+    run_ring: Callable[..., list[dict[str, Any]]] = run_ring
 
     def be_patient(self, deadline_s: float) -> None:
         """For this test every wait may take longer."""

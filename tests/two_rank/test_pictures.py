@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -141,40 +137,7 @@ FAMILIES = (
 def test_fifteen_families_compute_over_a_ring_what_mlx_vlm_computes(
     world_size: int, bench: Any, tmp_path: Path
 ) -> None:
-    ports = ",".join(map(str, bench.free_ports(world_size)))
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MLX_", "RANK", "WORLD_SIZE"))
-    }
     program = Path(__file__).parent / "picture_rank.py"
-    words = [sys.executable, "-u", str(program)]
-    ranks = [
-        subprocess.Popen(
-            [*words, str(rank), ports, str(tmp_path), ",".join(FAMILIES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n", rank.communicate()[1][-3000:]
-        for rank in ranks:
-            assert rank.stdin is not None
-            rank.stdin.write("go\n")
-            rank.stdin.flush()
-        output, errors = ranks[0].communicate(timeout=600)
-        statuses = [ranks[0].returncode, *(rank.wait(timeout=30) for rank in ranks[1:])]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert statuses == [0] * world_size, errors[-3000:]
-    rows = [json.loads(line) for line in output.splitlines()]
+    rows = bench.run_ring(program, world_size, str(tmp_path), ",".join(FAMILIES), limit_s=600)
     assert {row["family"] for row in rows if row["plan"] == "pipeline"} == set(FAMILIES)
     assert not [row for row in rows if row["gap"] > 1e-5], rows
