@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mesh.launcher import model_command, node_command
+from mlx_mesh.launcher import node_command
 from mlx_mesh.launcher.api import Api, ApiError
 from mlx_mesh.launcher.model_command import change_model
 from mlx_mesh.launcher.node_command import change_node
@@ -37,7 +37,6 @@ class ScriptedApi(Api):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_command, "POLL_S", 0.0)
-    monkeypatch.setattr(model_command, "POLL_S", 0.0)
 
 
 def changed(*answers: Any) -> str:
