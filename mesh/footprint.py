@@ -99,8 +99,8 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     every_stage_bytes: int = 0  # part of embedding_bytes that all stages read (per-layer inputs)
     kv_refusal: str = ""  # why no keys and values of this model can be quantised; '' = see the layers
     quantization: str = ""  # "4 bit, groups of 64"; '' = none, or unknown
-    media: tuple[str, ...] = ()  # what prompts may hold beside text: "image"
-    media_refusal: str = ""  # why pictures are refused although the model has a tower; '' = it takes them
+    media: tuple[str, ...] = ()  # what prompts may hold beside text, see MEDIA_KINDS
+    media_refusals: dict[str, str] = {}  # by kind: why not
     tower_bytes: int = 0  # towers and projectors of such models, on rank 0 alone
     alone_reason: str = ""  # why it serves one sequence at a time; '' = many
 

@@ -163,15 +163,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # always set: the proxy draws one when the client gives none
 
 
+class Video(msgspec.Struct, frozen=True, kw_only=True):
+    """A video as the front end read it: its frames, already chosen, as PNG or JPEG files of one size."""
+
+    frames: tuple[bytes, ...]
+    fps: float  # of these frames, not of the original
+    times: tuple[float, ...]  # of each frame in the original, in seconds
+
+
 class Media(msgspec.Struct, frozen=True, kw_only=True):
-    """The pictures of a prompt. Only the leader's engine can turn them into tokens: `text` is the prompt with
-    the chat template applied and the model's own mark where each picture stands, in the order of `images`
-    (files as they came: PNG, JPEG, WebP, GIF's first frame). Pixel bounds of 0 are the processor's own."""
+    """What a prompt has beside text. Only the leader's engine can turn it into tokens: `text` is the prompt
+    with the chat template applied and the model's own mark where each item stands, each kind in the order of
+    its tuple. `images` are files as they came (PNG, JPEG, WebP, BMP, GIF's first frame), `audios` WAV files,
+    mono, 16 bit, at the sampling rate of the model's processor. Pixel bounds of 0 are the processor's own;
+    they are of images and of frames of videos. Errors name items: "images[0]", "audios[1]", "videos[2]"."""
 
     text: str
-    images: tuple[bytes, ...]
+    images: tuple[bytes, ...] = ()
     min_pixels: int = 0
     max_pixels: int = 0
+    audios: tuple[bytes, ...] = ()
+    videos: tuple[Video, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        frames = (frame for video in self.videos for frame in video.frames)
+        return sum(map(len, (*self.images, *self.audios, *frames)))
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -938,8 +956,10 @@ class Readiness(Message, frozen=True):
     num_replicas: int = 1
     num_ready: int = 0  # of these
     code: str = ""  # of the refusals while it is not ready, '' = not_ready
-    media: tuple[str, ...] = ()  # what prompts may hold beside text: "image"; known from the first epoch on
-    media_refusal: str = ""  # why images are refused although the model has a tower
+    media: tuple[
+        str, ...
+    ] = ()  # what prompts may hold beside text, see MEDIA_KINDS; () before the first epoch
+    media_refusals: dict[str, str] = {}  # why not others, as far as it is known
 
 
 class Drain(Message, frozen=True):

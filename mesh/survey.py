@@ -232,9 +232,10 @@ def _notes(footprint: ModelFootprint, request: PlacementRequest) -> tuple[str, .
     if not footprint.tensor.reason and footprint.tensor.divided:
         notes.append(_vocabulary_note(footprint))
     if footprint.media:
-        notes.append(f"Takes pictures: the towers ({format_bytes(footprint.tower_bytes)}) are on rank 0.")
-    if footprint.media_refusal:
-        notes.append(f"Takes text only: {footprint.media_refusal}.")
+        kinds = " and ".join(footprint.media)
+        notes.append(f"Takes {kinds}: the towers ({format_bytes(footprint.tower_bytes)}) are on rank 0.")
+    elif why := footprint.media_refusals.get("image"):
+        notes.append(f"Takes text only: {why}.")
     if footprint.alone_reason:
         notes.append(f"Serves one sequence at a time: {footprint.alone_reason}.")
     if request.context_tokens > request.context_for(footprint):

@@ -11,6 +11,9 @@ from mlx_mesh.mesh.interfaces import Interface
 
 PROTOCOL_VERSION = 1
 
+MEDIA_KINDS = ("image", "audio", "video")
+"""What prompts may hold beside text, by the model."""
+
 
 class Sharding(StrEnum):
     AUTO = "auto"

@@ -424,8 +424,8 @@ class Coordinator:
 
     async def _inspect(self, model: Path) -> None:
         self._footprint = await self._sizes_of(model, self._config.adapter, self.mesh.vision)
-        if self._footprint.media_refusal:
-            self._output.note(f"prompts hold text only: {self._footprint.media_refusal}")
+        if not self._footprint.media and (why := self._footprint.media_refusals.get("image")):
+            self._output.note(f"prompts hold text only: {why}")
         if self._footprint.alone_reason:
             self._output.note(f"one sequence at a time: {self._footprint.alone_reason}")
         self._changed.set()
@@ -523,7 +523,7 @@ class Coordinator:
             world_size=self.roster.world_size,
             lineup=lineup,
             media=self._footprint.media if self._footprint is not None else (),
-            media_refusal=self._footprint.media_refusal if self._footprint is not None else "",
+            media_refusals=self._footprint.media_refusals if self._footprint is not None else {},
         )
         if num_again:
             self._output.note(f"admitted {num_again} open requests again")

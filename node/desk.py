@@ -95,10 +95,10 @@ class Desk:
         world_size: int = 0,
         lineup: str = "",
         media: tuple[str, ...] = (),
-        media_refusal: str = "",
+        media_refusals: dict[str, str] | None = None,
     ) -> int:
         """All ranks of `epoch` are ready: admit what is open and take new requests. Returns how many were
-        open. `world_size` 0: as before; `lineup`, `media`, `media_refusal`: see Readiness."""
+        open. `world_size` 0: as before; `lineup`, `media`, `media_refusals`: see Readiness."""
         self._owed_since = self._now()
         self._is_waiting_room = True
         self._announce(
@@ -111,7 +111,7 @@ class Desk:
                 kv=kv or KvBudget(),
                 lineup=lineup,
                 media=media,
-                media_refusal=media_refusal,
+                media_refusals=media_refusals or {},
             )
         )
         self._admit()

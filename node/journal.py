@@ -218,4 +218,4 @@ def _admit(entry: Entry) -> GenerateRequest:
 
 
 def _media_bytes(request: GenerateRequest) -> int:
-    return sum(map(len, request.media.images)) if request.media is not None else 0
+    return request.media.num_bytes if request.media is not None else 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mesh.mesh.errors import SettingsError
-from mlx_mesh.mesh.types import VisionMode
+from mlx_mesh.mesh.types import MEDIA_KINDS, VisionMode
 
 MISSING = "mlx-vlm is not installed there; install mlx-mesh[vision] on every host"
 
@@ -67,6 +67,31 @@ def why_no_vision(config: dict[str, Any]) -> str:
         if (kind, text) in NEVER:
             return NEVER[kind, text]
     return ""
+
+
+def media_kinds(config: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Which MEDIA_KINDS a model that is served with its towers takes, and by kind why not the others."""
+    refusals = {"audio": why_no_audio(config), "video": why_no_video(config)}
+    refusals = {kind: why for kind, why in refusals.items() if why}
+    return tuple(kind for kind in MEDIA_KINDS if kind not in refusals), refusals
+
+
+def no_media(refusal: str) -> dict[str, str]:
+    """Why not, by kind, of a model that is served for text only. `refusal`: why, although it has towers; '' =
+    it has none."""
+    return dict.fromkeys(MEDIA_KINDS, refusal) if refusal else {}
+
+
+def why_no_audio(config: dict[str, Any]) -> str:
+    """Why a model that is served with its towers takes no audio; '' when it does."""
+    del config
+    return "audio is not supported here"
+
+
+def why_no_video(config: dict[str, Any]) -> str:
+    """Why a model that is served with its towers takes no video; '' when it does."""
+    del config
+    return "video is not supported here"
 
 
 def choose_vision(folder: Path, mode: VisionMode, *, has_adapter: bool = False) -> tuple[bool, str]:

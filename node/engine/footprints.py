@@ -23,7 +23,7 @@ from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
 from mlx_mesh.node.engine.vision_model import tower_arrays
 from mlx_mesh.node.engine.vocabulary import gives_logits, is_looked_up
-from mlx_mesh.node.vision import why_alone
+from mlx_mesh.node.vision import media_kinds, why_alone
 
 _GROWN_TO = (512, 1024)  # tokens; caches grow in steps of 256
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
@@ -91,6 +91,7 @@ def _measure(
             default=0,
         )
         vocabulary = trace.logits_shape[-1] if trace.logits_shape else 0
+    kinds, refusals = media_kinds(lazy.config) if lazy.whole is not None else ((), {})
     return ModelFootprint(
         model_type=str(lazy.config["model_type"]),
         model_digest=model_digest,
@@ -118,7 +119,8 @@ def _measure(
         vocab_size=vocabulary,
         tensor=_tensor(lazy, trace, proposal, sum(layer_bytes) + embedding + head, head),
         kv_refusal=kv_refusal,
-        media=("image",) if lazy.whole is not None else (),
+        media=kinds,
+        media_refusals=refusals,
         tower_bytes=_tower_bytes(lazy),
         alone_reason="" if lazy.whole is None else why_alone(lazy.config),
     )

@@ -26,7 +26,7 @@ from mlx_mesh.node import vision as vision_module
 from mlx_mesh.node.adapters import digest_adapter, resolve_adapter
 from mlx_mesh.node.facts import digest_model, resolve_model
 from mlx_mesh.node.hub import cache_root
-from mlx_mesh.node.vision import choose_vision
+from mlx_mesh.node.vision import choose_vision, no_media
 
 _NUM_KEPT = 200
 
@@ -65,7 +65,10 @@ def measure_folder(
         for layer, (num_bytes, num_parameters) in zip(measured.layers, active, strict=True)
     )
     return msgspec.structs.replace(
-        measured, layers=layers, quantization=quantization_of(lazy.config), media_refusal=refusal
+        measured,
+        layers=layers,
+        quantization=quantization_of(lazy.config),
+        media_refusals=measured.media_refusals if with_vision else no_media(refusal),
     )
 
 
@@ -93,8 +96,8 @@ def kept_footprint(model: str, adapter: str = "", vision: VisionMode = VisionMod
         return msgspec.json.decode(kept.read_bytes(), type=ModelFootprint)
     except (OSError, msgspec.MsgspecError):
         footprint = measure_folder(folder, digest, added or "", vision)
-        # What is lacking for pictures may be there the next time.
-        if not footprint.media_refusal or vision is VisionMode.OFF:
+        # What is lacking for the towers may be there the next time.
+        if footprint.media or not footprint.media_refusals or vision is VisionMode.OFF:
             with contextlib.suppress(OSError):  # a home that cannot be written to only costs time
                 _keep(kept, msgspec.json.encode(footprint))
         return footprint

@@ -47,7 +47,7 @@ class MediaDesk:
         """'' or why no images are taken."""
         readiness = self._client.readiness
         if "image" not in readiness.media:
-            return readiness.media_refusal.rstrip(".") or "this model takes text only"
+            return readiness.media_refusals.get("image", "").rstrip(".") or "this model takes text only"
         if self._missing:
             return self._missing
         return "" if self._found_mark is not None else _NO_PLACE

@@ -203,7 +203,7 @@ class ScriptedCoordinator:
     context_length: int = 512
     kv: KvBudget = field(default_factory=KvBudget)
     media: tuple[str, ...] = ()
-    media_refusal: str = ""
+    media_refusals: dict[str, str] = field(default_factory=dict)
     requests: list[GenerateRequest] = field(default_factory=list)
     cancelled: queue.Queue[str] = field(default_factory=queue.Queue)
     answers_status: bool = True
@@ -278,7 +278,7 @@ class ScriptedCoordinator:
                 epoch=1,
                 kv=self.kv,
                 media=self.media,
-                media_refusal=self.media_refusal,
+                media_refusals=self.media_refusals,
                 code=code,
             )
         )

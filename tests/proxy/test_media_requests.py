@@ -500,7 +500,7 @@ def test_why_a_model_with_a_tower_takes_no_pictures(
     start_front: Any, saying: Any, ids_of: IdsOf, seer: ModelTokenizer
 ) -> None:
     why = "it was started with --no-vision."
-    front = start_front(saying(ids_of("ok")), model=seer, coordinator={"media_refusal": why})
+    front = start_front(saying(ids_of("ok")), model=seer, coordinator={"media_refusals": {"image": why}})
     error = front.post(CHAT, chat(image_url(RED))).json()["error"]
     assert (error["code"], error["param"]) == ("unsupported_media", FIRST)
     assert error["message"].endswith("; it was started with --no-vision.")

@@ -210,7 +210,7 @@ def test_a_model_whose_processor_cannot_be_loaded_takes_text_only_and_says_why(
     monkeypatch.setattr("mlx_vlm.utils.load_processor", fail)
     footprint = inspect.measure_folder(tiny_vlm_folder, "")
     assert footprint.media == () and footprint.tower_bytes == 0
-    assert "requires the Torchvision library); " in footprint.media_refusal
+    assert "requires the Torchvision library); " in footprint.media_refusals["image"]
     with pytest.raises(SettingsError, match="Torchvision"):
         inspect.measure_folder(tiny_vlm_folder, "", vision=VisionMode.ON)
 
