@@ -29,6 +29,9 @@ class Moment(StrEnum):
     WARM_UP = "warm-up"
     PREFILL = "prefill"  # +COUNT: steps that read prompts before
     DECODE = "decode"  # +COUNT: steps that only generate before
+    PICTURES = "pictures"  # +COUNT: prompts whose files were read before; rank 0
+    TOWER = "tower"  # +COUNT: passes of a vision tower before; rank 0
+    FEATURES = "features"  # +COUNT: plans with what pictures became that were sent, or came, before
     IDLE = "idle"  # +COUNT: seconds of idleness before
 
 

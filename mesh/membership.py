@@ -56,6 +56,7 @@ class RankView:
     layer: int = 0
     busy_s: float = 0.0  # how long its current step has taken; 0 = not in a step
     expected_s: float = 0.0  # what it predicted for that step; below 0 = its first one
+    reads_media: bool = False  # it is busy with a prompt's pictures instead
     progress_age_s: float = 0.0  # since phase, step or layer last moved
     heartbeat_age_s: float | None = None
     stopped_s: float = 0.0  # since when its agent sees the process stopped; 0 = it is not
@@ -264,6 +265,8 @@ def _silent_engine(
 
 def step_limit(view: RankView, deadlines: Deadlines) -> tuple[float, str]:
     """How long the rank's current step may take without a sign of progress, and in words why."""
+    if view.reads_media:
+        return deadlines.media_s, f"media_s is {deadlines.media_s:g}"
     if view.expected_s < 0:
         return deadlines.first_step_s, f"first_step_s is {deadlines.first_step_s:g}"
     predicted_s = STEP_FACTOR * view.expected_s
@@ -280,12 +283,19 @@ def _stuck_step(ranks: Sequence[RankView], deadlines: Deadlines, open_s: float) 
         # Everyone waits for the rank that got least far.
         view = min(stuck, key=lambda v: (v.step, v.layer, -v.progress_age_s))
         stuck_s = min(view.busy_s, view.progress_age_s)
-        evidence = (
-            f"step {view.step} has not moved past layer {view.layer} for {stuck_s:.1f} s "
-            f"({step_limit(view, deadlines)[1]})"
+        where = (
+            f"the pictures of a prompt are not read after {stuck_s:.1f} s"
+            if view.reads_media
+            else f"step {view.step} has not moved past layer {view.layer} for {stuck_s:.1f} s"
         )
         return Verdict(
-            view.rank, view.host, view.phase, evidence, kind=VerdictKind.STUCK_STEP, silent_s=stuck_s
+            view.rank,
+            view.host,
+            view.phase,
+            f"{where} ({step_limit(view, deadlines)[1]})",
+            kind=VerdictKind.STUCK_STEP,
+            by_itself=view.reads_media,  # no other rank takes part: it is that prompt
+            silent_s=stuck_s,
         )
     limit_s = deadlines.step_floor_s
     leader = next((view for view in ranks if view.rank == 0 and view.phase is Phase.READY), None)

@@ -56,6 +56,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     rejoin_timeout_s: float = 60.0
     step_floor_s: float = 30.0  # a step is never called stuck before this
     first_step_s: float = 120.0  # the first step after loading: kernels compile, pages are read
+    media_s: float = 300.0  # all pictures of one prompt: the model's processor and its towers
     request_s: float = 3600.0
 
 
@@ -429,6 +430,7 @@ class Heartbeat(Message, frozen=True):
     peak_memory_bytes: int = 0
     cache_bytes: int = 0
     expected_s: float = -1.0  # predicted seconds of the current step; below 0 = nothing measured yet
+    reads_media: bool = False  # busy with a prompt's pictures, not with a step; the leader only
     steps_s: float = 0.0  # seconds in steps since the start
     kv_tokens: int = 0  # tokens in the caches of all rows
     kv_longest: int = 0  # of the longest row, to which the others are padded

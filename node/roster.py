@@ -328,6 +328,7 @@ class Roster:
             layer=beat.layer if beat else 0,
             busy_s=busy_s,
             expected_s=beat.expected_s if beat else 0.0,
+            reads_media=beat.reads_media if beat else False,
             progress_age_s=max(0.0, now - record.moved_at),
             heartbeat_age_s=None if is_mute else max(0.0, now - (record.beat_at or 0.0)),
             stopped_s=0.0 if record.stopped_at is None else max(0.0, now - record.stopped_at),

@@ -143,7 +143,7 @@ def sabotage_steps(saboteur: Saboteur) -> None:
     """After the import of MLX: what ranks tell each other."""
     import mlx.core as mx
 
-    from mlx_mesh.node.engine import group, loop, plans
+    from mlx_mesh.node.engine import group, loop, pictures, plans, tower_memo
     from mlx_mesh.node.engine.exchanges import RingExchange
 
     apply, broadcast = loop.Generation.apply, RingExchange.broadcast_ids
@@ -164,7 +164,19 @@ def sabotage_steps(saboteur: Saboteur) -> None:
         true = broadcast(self, ids, num_rows, after)
         return (true + 1) % 128 if saboteur.takes_truth() else true
 
+    read, call_tower = pictures.Pictures.read, tower_memo.TowerMemo.call_model
+
+    def faulty_read(self: Any, media: Any) -> Any:
+        saboteur.at(Moment.PICTURES)
+        return read(self, media)
+
+    def faulty_tower(self: Any, original: Any, args: Any, kwargs: Any) -> Any:
+        saboteur.at(Moment.TOWER)
+        return call_tower(self, original, args, kwargs)
+
     def faulty_publish(self: Any, plan: StepPlan) -> None:
+        if _has_features(plan):
+            saboteur.at(Moment.FEATURES)
         if saboteur.takes_message():
             self._step = plan.step
         else:
@@ -173,7 +185,10 @@ def sabotage_steps(saboteur: Saboteur) -> None:
     def faulty_take(self: Any) -> StepPlan:
         if saboteur.takes_message():
             self._socket.recv_multipart()
-        return take(self)
+        plan = take(self)
+        if _has_features(plan):
+            saboteur.at(Moment.FEATURES)
+        return plan
 
     loop.Generation.apply = faulty_apply  # type: ignore[method-assign]
     RingExchange.broadcast_ids = faulty_broadcast  # type: ignore[method-assign]
@@ -181,7 +196,13 @@ def sabotage_steps(saboteur: Saboteur) -> None:
     RingExchange.recv = lambda self, *what: falsified(recv(self, *what))  # type: ignore[method-assign]
     plans.PlanPublisher.publish = faulty_publish  # type: ignore[method-assign]
     plans.PlanReceiver.next = faulty_take  # type: ignore[method-assign]
+    pictures.Pictures.read = faulty_read  # type: ignore[method-assign]
+    tower_memo.TowerMemo.call_model = faulty_tower  # type: ignore[method-assign]
     group.rank_code = lambda rank, epoch: rank_code(rank, epoch) + saboteur.takes_truth()
+
+
+def _has_features(plan: StepPlan) -> bool:
+    return any(admission.features for admission in plan.admit)
 
 
 def main(arguments: list[str]) -> int:

@@ -48,9 +48,6 @@ from mlx_mesh.node.engine.shard import NewCaches
 
 RequestOf = Callable[[str], GenerateRequest]
 
-PICTURE_TOKENS = 1024
-"""What a picture's towers are expected to take, in prompt tokens; too much only makes the watch patient."""
-
 READ_AHEAD = 2
 """Prompts whose pictures are read while they wait for a row: what becomes of pictures is large."""
 
@@ -297,15 +294,28 @@ class Leader:
         """Generate until StopEngine; then the followers have their stop plan."""
         while True:
             is_idle = not (self._scheduler.has_work or self._published or self._unread)
-            command = commands.next() if is_idle else commands.poll()
-            while command is not None:
-                if isinstance(command, StopEngine):
-                    return self.stop()
-                self._take(command, commands)
-                command = commands.poll()
+            if self._is_told_to_stop(commands, commands.next() if is_idle else commands.poll()):
+                return self.stop()
             if self._unread and self._may_read:  # one at a time: the others' next tokens come in between
+                self._catch_up()  # or the followers would wait inside a step for as long as the towers run
                 self._read_pictures(self._unread.popleft(), commands)
+                if self._is_told_to_stop(commands, commands.poll()):  # or cancelled, which is no row then
+                    return self.stop()
             self._advance()
+
+    def _is_told_to_stop(self, commands: CommandSource, command: EngineCommand | GrammarReady | None) -> bool:
+        """Take `command` and all that are there; true at a StopEngine."""
+        while command is not None:
+            if isinstance(command, StopEngine):
+                return True
+            self._take(command, commands)
+            command = commands.poll()
+        return False
+
+    def _catch_up(self) -> None:
+        """Do the steps that the followers know of."""
+        while self._published:
+            self._compute(self._published.popleft())
 
     @property
     def _may_read(self) -> bool:
@@ -320,8 +330,7 @@ class Leader:
 
     def stop(self) -> None:
         """Do the steps that the followers know of, then have everyone leave at the same one."""
-        while self._published:
-            self._compute(self._published.popleft())
+        self._catch_up()
         self._plans.publish(self._scheduler.stop_plan())
         self._generation.close()
         if self._grammars is not None:
@@ -360,7 +369,7 @@ class Leader:
         assert request.media is not None
         # Said before the towers run: a file that ends engines is found by it.
         self._reporter.send(Tokens(step=self._reporter.step, chunks=(), admitted=(request.id,)))
-        self._reporter.begin_step(PICTURE_TOKENS * len(request.media.images))
+        self._reporter.begin_media()
         try:
             if self._pictures is None:
                 raise PictureError("this model takes text only.")
@@ -371,7 +380,7 @@ class Leader:
             self._reporter.send(failed)
             return
         finally:
-            self._reporter.read_pictures()
+            self._reporter.end_media()
         features = dataclasses.replace(features, keys=keys)
         self._generation.features[request.id] = features
         read = msgspec.structs.replace(request, prompt_ids=ids, prefix_keys=keys, media=None)

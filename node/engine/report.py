@@ -59,6 +59,7 @@ class Reporter:
         self.step = 0
         self.layer = 0
         self.busy_since: float | None = None
+        self.reads_media = False
         self.num_sequences = 0
         self.num_waiting = 0
         self.kv_tokens = self.kv_longest = self.num_preempted = 0
@@ -123,9 +124,15 @@ class Reporter:
         """Nothing is stuck while grammars are compiled, though no step begins: this shows as progress."""
         self.layer += 1
 
-    def read_pictures(self) -> None:
-        """The towers are done with a prompt's pictures; this shows as progress, too."""
+    def begin_media(self) -> None:
+        """A prompt's pictures are read now: no step, and with a limit of its own."""
+        self.reads_media = True
+        self.busy_since = self._clock()
+
+    def end_media(self) -> None:
+        """They are read; this shows as progress, too."""
         self.busy_since = None
+        self.reads_media = False
         self.layer += 1
 
     def begin_step(self, num_prompt_tokens: int = 0) -> None:
@@ -187,6 +194,7 @@ class Reporter:
             peak_memory_bytes=memory.peak_bytes,
             cache_bytes=memory.cache_bytes,
             expected_s=self.expected_s,
+            reads_media=self.reads_media,
             steps_s=self.steps_s,
             kv_tokens=self.kv_tokens,
             kv_longest=self.kv_longest,

@@ -276,6 +276,19 @@ def test_the_first_step_after_loading_has_a_limit_of_its_own() -> None:
     assert verdict is not None and "first_step_s is 120" in verdict.evidence
 
 
+def test_pictures_have_a_limit_of_their_own_and_are_to_blame_when_it_is_over() -> None:
+    def reading(seconds: float, expected_s: float = 0.1) -> Any:
+        view = rank(
+            0, busy_s=seconds, progress_age_s=seconds, expected_s=expected_s, reads_media=True, step=3
+        )
+        return judge([view, rank(1, progress_age_s=seconds)], HEALTHY, LIMITS, open_s=seconds)
+
+    assert reading(299.0) is None and reading(299.0, expected_s=-1.0) is None
+    verdict = reading(301.0)
+    assert verdict is not None and verdict.rank == 0 and verdict.by_itself
+    assert verdict.evidence == "the pictures of a prompt are not read after 301.0 s (media_s is 300)"
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "by_itself"),
     [

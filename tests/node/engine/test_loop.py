@@ -410,8 +410,39 @@ def test_a_cancel_while_the_towers_run_ends_the_request_before_its_first_token(s
     stage.leader._pictures = cast(Pictures, pictures)
     stage.run(submit_picture("gone", b"1", max_tokens=50), StopEngine())
     told = answers(stage)
-    assert told["gone"][-1] == "cancelled"
-    assert stage.log.count("step") <= 2 and not stage.generation.features
+    assert told["gone"] == ["admitted", "cancelled"]
+    assert stage.log == ["idle", "towers", "idle", "publish stop", "close"], "it never had a row"
+    assert not stage.generation.features
+
+
+def test_followers_are_in_no_step_while_the_towers_run_and_the_leader_says_what_it_does(sockets: Any) -> None:
+    stage = make_stage(2, *sockets)
+    beats = []
+    pictures = ScriptedPictures(stage.log, lambda: beats.append(stage.reporter.heartbeat()))
+    stage.leader._pictures = cast(Pictures, pictures)
+    commands: list[EngineCommand] = [submit("text", 9), submit_picture("a", b"1")]
+
+    def poll() -> EngineCommand | None:
+        return commands.pop(0) if commands and stage.log.count("step") == 4 else None
+
+    stage.poll = poll  # type: ignore[method-assign]
+    stage.next = lambda: commands.pop(0) if commands else StopEngine()  # type: ignore[method-assign]
+    stage.leader.run(stage)
+    (at,) = (index for index, entry in enumerate(stage.log) if entry == "towers")
+    before = [entry.split() for entry in stage.log[:at]]
+    published = [words[1] for words in before if words[0] == "publish"]
+    assert len(published) > 2 and published == [words[1] for words in before if words[0] == "apply"]
+    assert [(beat.busy, beat.reads_media) for beat in beats] == [(True, True)]
+    assert not stage.reporter.heartbeat().reads_media
+    assert answers(stage)["a"][-1] == "length"
+
+
+def test_a_stop_while_the_towers_run_begins_no_step(sockets: Any) -> None:
+    stage = make_stage(1, *sockets)
+    pictures = ScriptedPictures(stage.log, lambda: stage.commands.clear())
+    stage.leader._pictures = cast(Pictures, pictures)
+    stage.poll = lambda: StopEngine() if "towers" in stage.log else None  # type: ignore[method-assign]
+    assert stage.run(submit_picture("a", b"1")) == ["idle", "towers", "publish stop", "close"]
 
 
 def test_a_prompt_that_is_cancelled_while_it_waits_for_a_row_leaves_nothing_of_its_pictures(
