@@ -13,6 +13,8 @@ from typing import Any
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from mlx_mesh.mesh.messages import Video
+
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VOCABULARY = 320
@@ -22,7 +24,8 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% elif part['type'] == 'video' %}"
+    "{{ '<|vision_start|><|video_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -137,9 +140,16 @@ def picture(seed: int, width: int = 24, height: int = 16, kind: str = "PNG") -> 
     return file.getvalue()
 
 
-def prompt(question: str, num_pictures: int = 1) -> str:
+def video(seed: int, num_frames: int = 4, fps: float = 2.0, width: int = 16, height: int = 16) -> Video:
+    """Frames of noise as the front end hands them over; with these numbers 8 tokens."""
+    frames = tuple(picture(100 * seed + i, width, height) for i in range(num_frames))
+    return Video(frames=frames, fps=fps, times=tuple(i / fps for i in range(num_frames)))
+
+
+def prompt(question: str, num_pictures: int = 1, num_videos: int = 0) -> str:
     """As the chat template writes it."""
     marks = "<|vision_start|><|image_pad|><|vision_end|>" * num_pictures
+    marks += "<|vision_start|><|video_pad|><|vision_end|>" * num_videos
     return f"<|im_start|>user\n{marks}{question}<|im_end|>\n<|im_start|>assistant\n"
 
 

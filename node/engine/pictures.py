@@ -1,13 +1,12 @@
-"""From a prompt with pictures to the language model's inputs: processor and towers, on the leader alone.
+"""From a prompt with pictures or videos to the language model's inputs: processor and towers, on the leader
+alone.
 
 All of it runs on the engine's one MLX thread, between two steps: processors make MLX arrays themselves.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ import numpy as np
 from mlx_mesh.mesh.errors import MeshError, SettingsError
 from mlx_mesh.mesh.messages import Media
 from mlx_mesh.node.engine.features import Features, clear_state, features_of
+from mlx_mesh.node.engine.media_keys import Items, keys_of, runs_of, spread
 from mlx_mesh.node.engine.tower_memo import TowerMemo
+from mlx_mesh.node.engine.videos import content_of, frames_of, joined, pixels_per_token
 from mlx_mesh.node.engine.vision_model import load_processor
-
-PICTURE_KEY = 1 << 31
-"""Keys of picture tokens begin here; no vocabulary comes near. Below 1 << 32."""
 
 _MARK_NAMES = (
     "image_token_id",
@@ -32,10 +30,12 @@ _MARK_NAMES = (
     "image_pad_token_id",
 )
 
+_VIDEO_MARK_NAMES = ("video_token_id", "video_token_index")
+
 
 class PictureError(MeshError):
-    """The pictures of one request cannot be used; the message says why. `param`: the one at fault, like
-    "images[2]", '' when it is not known."""
+    """The pictures or videos of one request cannot be used; the message says why. `param`: the one at fault,
+    like "images[2]", '' when it is not known."""
 
     code = "invalid_image"
 
@@ -44,8 +44,14 @@ class PictureError(MeshError):
         self.param = param
 
 
+class VideoError(PictureError):
+    """It is the videos that cannot be used; `param` is like "videos[0]"."""
+
+    code = "invalid_video"
+
+
 class PromptTooLong(PictureError):
-    """With its pictures the prompt is longer than the context."""
+    """With its pictures and videos the prompt is longer than the context."""
 
     code = "context_length_exceeded"
 
@@ -64,7 +70,7 @@ class Pictures:
     def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
         """The prompt's ids with a token for each embedding, what they are known by in prefix caches, and the
         features. Raises PictureError."""
-        if not media.images:
+        if not media.images and not media.videos:
             raise PictureError("The prompt has no picture.")
         inputs = self._process(media)
         try:
@@ -73,7 +79,7 @@ class Pictures:
         except PictureError:
             raise
         except Exception as error:  # the model's own code: no other rank takes part, so it is this request's
-            raise PictureError(f"The model cannot use these pictures: {_first_line(error)}") from error
+            raise _error(media, f"The model cannot use {_named(media)}: {_first_line(error)}") from error
         finally:
             clear_state(self._whole.language_model)
 
@@ -83,16 +89,39 @@ class Pictures:
         ids = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
         if self._context_length and len(ids) >= self._context_length:  # before the towers have the work
             raise PromptTooLong(
-                f"The prompt has {len(ids)} tokens with its pictures; the context of {self._context_length} "
-                "leaves no room for an answer. Give smaller pictures, or fewer."
+                f"The prompt has {len(ids)} tokens with its {_named(media)}; the context of "
+                f"{self._context_length} leaves no room for an answer. Give smaller ones, or fewer."
             )
+        marks = self._marks(_MARK_NAMES)
+        kinds = [Items(marks, tuple(_limits_of(media) + image for image in media.images))]
+        if media.videos:
+            kinds.append(self._videos(ids, media, inputs))
+        given = ids
+        if "image_grid_thw" in inputs and "video_grid_thw" in inputs:
+            merge = self._processor.image_processor.merge_size
+            given, inputs = joined(ids, inputs, *(kind.marks for kind in kinds), merge=merge)
         pixels, mask = inputs.pop("pixel_values", None), inputs.pop("attention_mask", None)
-        embedded = self._whole.get_input_embeddings(mx.array([ids]), pixels, mask=mask, **inputs)
+        embedded = self._whole.get_input_embeddings(mx.array([given]), pixels, mask=mask, **inputs)
         features = features_of(embedded.to_dict(), self._whole.language_model)
         mx.eval([x for value in features.fields.values() for x in _arrays(value)])
-        marks = self._marks()
-        ids = spread(ids, features.length, marks)
-        return tuple(ids), keys_of(ids, marks, media, features), features
+        ids = spread(ids, features.length, frozenset().union(*(kind.marks for kind in kinds)))
+        return tuple(ids), keys_of(ids, kinds, features), features
+
+    def _videos(self, ids: list[int], media: Media, inputs: dict[str, Any]) -> Items:
+        """What the prompt's runs of video marks stand for: a video each, or a part of one, where frames have
+        marks of their own."""
+        marks = self._marks(_VIDEO_MARK_NAMES)
+        contents = [content_of(video) for video in media.videos]
+        grids = inputs.get("video_grid_thw")
+        told = inputs.get("num_frames_per_video") if grids is None else np.array(grids)[:, 0]
+        parts = None if told is None else np.array(told).reshape(-1).tolist()
+        if parts is not None and len(runs_of(ids, marks)) == sum(parts) != len(contents):
+            contents = [
+                content + b" %d" % part
+                for content, num_parts in zip(contents, parts, strict=True)
+                for part in range(num_parts)
+            ]
+        return Items(marks, tuple(contents))
 
     def _process(self, media: Media) -> dict[str, Any]:
         from mlx_vlm.utils import load_image, prepare_inputs, should_add_special_tokens
@@ -106,17 +135,29 @@ class Pictures:
                 images.append(load_image(io.BytesIO(image)))
             except Exception as error:  # Pillow's readers raise whatever a stranger's file makes them raise
                 raise PictureError(f"It cannot be read: {_first_line(error)}", f"images[{at}]") from error
+        videos = []
+        for at, video in enumerate(media.videos):
+            try:
+                videos.append(frames_of(video, media.max_pixels))
+            except Exception as error:
+                raise VideoError(f"It cannot be read: {_first_line(error)}", f"videos[{at}]") from error
+        kinds = {
+            "images": images,
+            "videos": [frames for frames, _ in videos],
+            "video_metadata": [sampled for _, sampled in videos],
+        }
         try:
             inputs = prepare_inputs(
                 processor,
-                images=images,
                 prompts=media.text,
                 image_token_index=getattr(config, "image_token_index", None),
                 add_special_tokens=should_add_special_tokens(config.model_type, processor),
                 **{name: value for name, value in limits.items() if value},
+                **{name: value for name, value in kinds.items() if value},
             )
         except Exception as error:  # a processor's own code, over a stranger's file
-            raise PictureError(f"The model's processor cannot read them: {_first_line(error)}") from error
+            what = f"The model's processor cannot read the {_named(media)}: {_first_line(error)}"
+            raise _error(media, what) from error
         return {name: value for name, value in inputs.items() if value is not None}
 
     def _limits(self, media: Media, processor: Any) -> dict[str, int]:
@@ -141,54 +182,39 @@ class Pictures:
                 self._processor = load_processor(self._folder)
             except SettingsError as error:
                 raise PictureError(f"The model cannot take pictures: {error}.") from error
+            self._bound_videos()
         return self._processor
 
-    def _marks(self) -> frozenset[int]:
-        """Ids that stand for a picture's tokens, as far as the configs tell."""
+    def _bound_videos(self) -> None:
+        """As in `_limits`. A video's bound is of all its frames, and no argument of a processor's call."""
+        per_token = pixels_per_token(self._processor)
+        if self._context_length and per_token:
+            scaler = self._processor.video_processor
+            scaler.max_pixels = min(scaler.max_pixels, self._context_length * per_token)
+
+    def _marks(self, names: tuple[str, ...]) -> frozenset[int]:
+        """Ids that stand for the tokens of one kind, as far as the configs tell."""
         owners = (self._whole.config, self._processor, getattr(self._processor, "tokenizer", None))
-        found = (getattr(owner, name, None) for owner in owners for name in _MARK_NAMES)
+        found = (getattr(owner, name, None) for owner in owners for name in names)
         return frozenset(value for value in found if isinstance(value, int))
 
 
-def spread(ids: Sequence[int], length: int, marks: frozenset[int]) -> list[int]:
-    """Ids with as many entries as there are embeddings: some models take one mark for a whole picture. The
-    new ones stand where the last mark is, or at the end."""
-    missing = length - len(ids)
-    if missing <= 0:
-        return list(ids[:length])
-    at = max((i for i, token in enumerate(ids) if token in marks), default=len(ids) - 1)
-    return [*ids[:at], *([ids[at]] * missing), *ids[at:]]
+def _limits_of(media: Media) -> bytes:
+    return b"%d %d " % (media.min_pixels, media.max_pixels)
 
 
-def keys_of(ids: Sequence[int], marks: frozenset[int], media: Media, features: Features) -> tuple[int, ...]:
-    """What a prompt's tokens are known by: text by its ids, a picture's tokens by its content. Where runs of
-    marks are as many as pictures, the content is the file, the number of its tokens, which in some families
-    depends on the other pictures, and the place among them; else it is the embedding with its position, which
-    is right whatever a family does, but may differ by the other pictures of the prompt."""
-    is_mark = [token in marks for token in ids]
-    starts = [i for i, mark in enumerate(is_mark) if mark and not (i and is_mark[i - 1])]
-    if len(starts) == len(media.images):
-        limits = b"%d %d " % (media.min_pixels, media.max_pixels)
-        keys = list(ids)
-        for start, image in zip(starts, media.images, strict=True):
-            num_tokens = next((i for i, mark in enumerate(is_mark[start:]) if not mark), len(ids) - start)
-            digest = hashlib.blake2b(limits + b"%d " % num_tokens + image, digest_size=16).digest()
-            for place in range(num_tokens):
-                keys[start + place] = _key(digest + place.to_bytes(4, "little"))
-        return tuple(keys)
-    embeds = np.array(features.fields["inputs_embeds"].astype(mx.float32))[0]
-    given = features.fields.get("position_ids")
-    positions = np.zeros((1, len(ids))) if given is None else np.array(given).reshape(-1, len(ids))
-    has_marks = any(is_mark)
-    return tuple(
-        _key(embeds[i].tobytes() + positions[:, i].tobytes()) if mark or not has_marks else ids[i]
-        for i, mark in enumerate(is_mark)
-    )
+def _named(media: Media) -> str:
+    kinds = {"pictures": media.images, "videos": media.videos}
+    return " and ".join(name for name, items in kinds.items() if items)
 
 
-def _key(content: bytes) -> int:
-    digest = hashlib.blake2b(content, digest_size=4).digest()
-    return PICTURE_KEY | int.from_bytes(digest, "little") >> 1
+def _error(media: Media, message: str) -> PictureError:
+    """Of all of them, or of the only one."""
+    if not media.videos:
+        return PictureError(message, "images[0]" if len(media.images) == 1 else "")
+    if media.images:
+        return PictureError(message)
+    return VideoError(message, "videos[0]" if len(media.videos) == 1 else "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,21 +24,15 @@ from mlx_mesh.node.engine import inspect
 from mlx_mesh.node.engine.feature_wire import decode_features, encode_features
 from mlx_mesh.node.engine.features import Features, features_of
 from mlx_mesh.node.engine.loader import open_lazy
-from mlx_mesh.node.engine.pictures import (
-    PICTURE_KEY,
-    PictureError,
-    Pictures,
-    PromptTooLong,
-    keys_of,
-    spread,
-)
+from mlx_mesh.node.engine.media_keys import PICTURE_KEY, Items, keys_of, spread
+from mlx_mesh.node.engine.pictures import PictureError, Pictures, PromptTooLong
 from mlx_mesh.node.engine.tower_memo import TowerMemo
 
 MARKS = frozenset({9})
 
 
-def media(*images: bytes, **fields: Any) -> Media:
-    return Media(text="", images=images, **fields)
+def media(*images: bytes, marks: frozenset[int] = MARKS) -> list[Items]:
+    return [Items(marks, images)]
 
 
 def some_features(length: int) -> Features:
@@ -48,18 +42,17 @@ def some_features(length: int) -> Features:
 def test_the_tokens_of_a_picture_are_known_by_its_file_and_their_place_in_it() -> None:
     ids = [1, 9, 9, 2, 9, 9, 3]
     features = some_features(7)
-    keys = keys_of(ids, MARKS, media(b"one", b"two"), features)
+    keys = keys_of(ids, media(b"one", b"two"), features)
     assert [keys[i] for i in (0, 3, 6)] == [1, 2, 3]
     assert len({keys[i] for i in (1, 2, 4, 5)}) == 4
     assert all(PICTURE_KEY <= keys[i] < 1 << 32 for i in (1, 2, 4, 5))
-    swapped = keys_of(ids, MARKS, media(b"two", b"one"), features)
+    swapped = keys_of(ids, media(b"two", b"one"), features)
     assert (swapped[1:3], swapped[4:6]) == (keys[4:6], keys[1:3])
-    assert keys_of(ids, MARKS, media(b"one", b"two", max_pixels=64), features)[1] != keys[1]
 
 
 def test_a_picture_that_others_make_smaller_is_another_one() -> None:
-    alone = keys_of([1, 9, 9, 9, 2], MARKS, media(b"one"), some_features(5))
-    beside = keys_of([1, 9, 9, 2, 9, 9, 2], MARKS, media(b"one", b"two"), some_features(7))
+    alone = keys_of([1, 9, 9, 9, 2], media(b"one"), some_features(5))
+    beside = keys_of([1, 9, 9, 2, 9, 9, 2], media(b"one", b"two"), some_features(7))
     assert alone[0] == beside[0] and alone[1] != beside[1]
 
 
@@ -70,7 +63,7 @@ def test_embeddings_that_are_equal_at_other_positions_are_others() -> None:
     def keys(*rows: int) -> tuple[int, ...]:
         positions = mx.array([[[0] * 5], [list(rows)], [[0, 1, 2, 3, 4]]])
         features = Features(5, {"inputs_embeds": white, "position_ids": positions})
-        return keys_of(ids, MARKS, media(b"one"), features)
+        return keys_of(ids, media(b"one"), features)
 
     assert keys(0, 0, 1, 1, 1)[:3] == keys(0, 0, 1, 2, 2)[:3]
     assert keys(0, 0, 1, 1, 1)[3] != keys(0, 0, 1, 2, 2)[3]
@@ -79,9 +72,9 @@ def test_embeddings_that_are_equal_at_other_positions_are_others() -> None:
 @pytest.mark.parametrize("marks", [MARKS, frozenset()])
 def test_where_marks_do_not_tell_pictures_apart_the_embeddings_do(marks: frozenset[int]) -> None:
     ids = [1, 9, 2, 9]  # two runs, one picture
-    keys = keys_of(ids, marks, media(b"one"), some_features(4))
+    keys = keys_of(ids, media(b"one", marks=marks), some_features(4))
     other = Features(4, {"inputs_embeds": mx.arange(8.0).reshape(1, 4, 2) + mx.array([[0], [0], [0], [1]])})
-    others = keys_of(ids, marks, media(b"one"), other)
+    others = keys_of(ids, media(b"one", marks=marks), other)
     assert keys[1] >= PICTURE_KEY and keys[:3] == others[:3] and keys[3] != others[3]
     assert (keys[0] == 1) == bool(marks)
 
@@ -181,6 +174,8 @@ def test_files_become_ids_keys_and_features(vlm: ModuleType, tiny_vlm_folder: Pa
     assert sum(key >= PICTURE_KEY for key in keys) == 6 + 16
     small = pictures.read(msgspec.structs.replace(asked, max_pixels=256))[0]
     assert len(small) < len(ids)
+    bounded = pictures.read(msgspec.structs.replace(asked, max_pixels=1024))
+    assert bounded[0] == ids and bounded[1] != keys
 
 
 @pytest.mark.parametrize(

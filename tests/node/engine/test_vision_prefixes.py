@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from mlx_mesh.mesh.kv_budget import KvBudget
-from mlx_mesh.mesh.messages import GenerateRequest, Media, SamplingParams
+from mlx_mesh.mesh.messages import GenerateRequest, SamplingParams
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.node.engine.features import Features, features_of
 from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.loop import Generation
-from mlx_mesh.node.engine.pictures import keys_of
+from mlx_mesh.node.engine.media_keys import Items, keys_of
 from mlx_mesh.node.engine.prefix_planner import PrefixPlanner
 from mlx_mesh.node.engine.scheduler import Scheduler
 
@@ -105,8 +105,7 @@ def test_prompts_with_pictures_begin_with_their_own_ones_and_go_on_where_they_we
         ids = (*tiny_vlm.picture(family, 1)[0], *question)
         embedded = whole.get_input_embeddings(mx.array([ids]), **tiny_vlm.picture(family, seed)[1])
         features = features_of(embedded.to_dict(), whole.language_model)
-        media = Media(text="", images=(b"%d" % seed,))
-        keys = keys_of(ids, frozenset({tiny_vlm.PICTURE}), media, features)
+        keys = keys_of(ids, [Items(frozenset({tiny_vlm.PICTURE}), (b"%d" % seed,))], features)
         return ids, dataclasses.replace(features, keys=keys)
 
     prompts = [read(seed, words(count, 4)) for seed, count in ((1, 20), (2, 20), (1, 30), (2, 25), (1, 20))]
