@@ -34,6 +34,26 @@ NEVER = {
 """By the types of a model and of its text part: why it is not served."""
 
 
+AUDIO = {
+    "gemma4": "audio_config",
+    "gemma4_unified": "audio_config",
+    "inkling": "audio_config",
+    "minicpmo": "audio_config",
+    "nemotron_h_nano_omni": "sound_config",
+    "qwen3_omni_moe": "thinker_config.audio_config",
+}
+"""mlx-vlm's families that take audio, and what in their config describes the part for it."""
+
+NO_AUDIO = {
+    "mimo_v2": "its audio is read by a second model beside it, which is not planned for",
+    "muse_spark": "its kernels run on Macs alone, and have not been tried there",
+}
+"""Families that take audio in mlx-vlm: why it is not served."""
+
+TOWERS = {"qwen3_omni_moe": "thinker_config.vision_config"}
+"""Families without a `vision_config`: what in their config describes their vision tower."""
+
+
 def why_alone(config: dict[str, Any]) -> str:
     """Why a vision model serves one sequence at a time; '' when it serves many."""
     kinds = (str(config.get("model_type")), _text_type(config))
@@ -46,8 +66,22 @@ def _text_type(config: dict[str, Any]) -> str:
 
 
 def has_vision(config: dict[str, Any]) -> bool:
-    """Whether a model's config describes a vision tower. Text-only copies of such models set it to null."""
-    return bool(config.get("vision_config"))
+    """Whether a model's config describes a tower. Text-only copies of such models set it to null."""
+    family = family_of(config)
+    return any(_has(config, path) for path in ("vision_config", TOWERS.get(family), AUDIO.get(family)))
+
+
+def _has(config: dict[str, Any], path: str | None) -> bool:
+    value: Any = config
+    for name in (path or "").split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return bool(value)
+
+
+def family_of(config: dict[str, Any]) -> str:
+    """What mlx-vlm calls the type of a model."""
+    kind = str(config.get("model_type", "")).lower()
+    return _other_names().get(kind, kind) if is_installed() else kind
 
 
 def is_installed() -> bool:
@@ -59,8 +93,7 @@ def why_no_vision(config: dict[str, Any]) -> str:
     """Why a model with a tower can be served for text only; '' when pictures are possible."""
     if not is_installed():
         return MISSING
-    kind = str(config.get("model_type", "")).lower()
-    kind = _other_names().get(kind, kind)
+    kind = family_of(config)
     if not (_library() / "models" / kind / "__init__.py").is_file():
         return f"mlx-vlm has no model of type {kind!r}"
     for text in (_text_type(config), ""):
@@ -71,7 +104,11 @@ def why_no_vision(config: dict[str, Any]) -> str:
 
 def media_kinds(config: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
     """Which MEDIA_KINDS a model that is served with its towers takes, and by kind why not the others."""
-    refusals = {"audio": why_no_audio(config), "video": why_no_video(config)}
+    refusals = {
+        "image": why_no_image(config),
+        "audio": why_no_audio(config),
+        "video": why_no_video(config),
+    }
     refusals = {kind: why for kind, why in refusals.items() if why}
     return tuple(kind for kind in MEDIA_KINDS if kind not in refusals), refusals
 
@@ -82,10 +119,20 @@ def no_media(refusal: str) -> dict[str, str]:
     return dict.fromkeys(MEDIA_KINDS, refusal) if refusal else {}
 
 
+def why_no_image(config: dict[str, Any]) -> str:
+    """Why a model that is served with its towers takes no images; '' when it does."""
+    path = TOWERS.get(family_of(config), "vision_config")
+    return "" if _has(config, path) else "this model has no vision tower"
+
+
 def why_no_audio(config: dict[str, Any]) -> str:
     """Why a model that is served with its towers takes no audio; '' when it does."""
-    del config
-    return "audio is not supported here"
+    family = family_of(config)
+    if family in NO_AUDIO:
+        return NO_AUDIO[family]
+    if family not in AUDIO:
+        return f"models of type {family!r} take no audio"
+    return "" if _has(config, AUDIO[family]) else "this model has no part for audio"
 
 
 def why_no_video(config: dict[str, Any]) -> str:

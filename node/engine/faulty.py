@@ -164,15 +164,15 @@ def sabotage_steps(saboteur: Saboteur) -> None:
         true = broadcast(self, ids, num_rows, after)
         return (true + 1) % 128 if saboteur.takes_truth() else true
 
-    read, call_tower = pictures.Pictures.read, tower_memo.TowerMemo.call_model
+    read, call_tower = pictures.Pictures.read, tower_memo.TowerMemo.call
 
     def faulty_read(self: Any, media: Any) -> Any:
         saboteur.at(Moment.PICTURES)
         return read(self, media)
 
-    def faulty_tower(self: Any, original: Any, args: Any, kwargs: Any) -> Any:
+    def faulty_tower(self: Any, number: int, original: Any, args: Any, kwargs: Any) -> Any:
         saboteur.at(Moment.TOWER)
-        return call_tower(self, original, args, kwargs)
+        return call_tower(self, number, original, args, kwargs)
 
     def faulty_publish(self: Any, plan: StepPlan) -> None:
         if _has_features(plan):
@@ -197,7 +197,7 @@ def sabotage_steps(saboteur: Saboteur) -> None:
     plans.PlanPublisher.publish = faulty_publish  # type: ignore[method-assign]
     plans.PlanReceiver.next = faulty_take  # type: ignore[method-assign]
     pictures.Pictures.read = faulty_read  # type: ignore[method-assign]
-    tower_memo.TowerMemo.call_model = faulty_tower  # type: ignore[method-assign]
+    tower_memo.TowerMemo.call = faulty_tower  # type: ignore[method-assign]
     group.rank_code = lambda rank, epoch: rank_code(rank, epoch) + saboteur.takes_truth()
 
 

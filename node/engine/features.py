@@ -24,7 +24,7 @@ TOKEN_AXIS = {
 """Fields with one value for each token of the prompt, and the axis on which the tokens are."""
 
 PER_PICTURE_TOKEN = "deepstack_visual_embeds"
-"""A list of (picture tokens, hidden), one for each of some layers."""
+"""A list of (picture tokens, hidden), one for each of some layers; or all of it as one array by tokens."""
 
 WHOLE = ("cross_attention_states",)
 """Fields that every step needs as a whole, decode steps included."""
@@ -64,11 +64,15 @@ class Features:
         for name, value in self.fields.items():
             if name in WHOLE:
                 found[name] = value
-            elif name == PER_PICTURE_TOKEN:
+            elif name == PER_PICTURE_TOKEN and isinstance(value, (list, tuple)):
                 found[name] = self._deepstack(value, start, stop)
+            elif name == PER_PICTURE_TOKEN:  # (1, L, layers, hidden), zeros where there is no picture
+                found[name] = _slice(value, 1, start, stop)
             else:
                 found[name] = _slice(value, TOKEN_AXIS[name], start, stop)
-        if not found.get(PER_PICTURE_TOKEN, True):  # a chunk without picture tokens adds nothing
+        if (
+            isinstance(found.get(PER_PICTURE_TOKEN), list) and not found[PER_PICTURE_TOKEN]
+        ):  # a chunk without picture tokens adds nothing
             del found[PER_PICTURE_TOKEN]
             found.pop("visual_pos_masks", None)
         return found

@@ -1,5 +1,4 @@
-"""From a prompt with pictures or videos to the language model's inputs: processor and towers, on the leader
-alone.
+"""From a prompt with media to the language model's inputs: processor and towers, on the leader alone.
 
 All of it runs on the engine's one MLX thread, between two steps: processors make MLX arrays themselves.
 """
@@ -17,6 +16,7 @@ from mlx_mesh.mesh.errors import MeshError, SettingsError
 from mlx_mesh.mesh.messages import Media
 from mlx_mesh.node.engine.features import Features, clear_state, features_of
 from mlx_mesh.node.engine.media_keys import Items, keys_of, runs_of, spread
+from mlx_mesh.node.engine.sounds import SoundError, longest_sound, sampling_rate, waveform
 from mlx_mesh.node.engine.tower_memo import TowerMemo
 from mlx_mesh.node.engine.videos import content_of, frames_of, joined, pixels_per_token
 from mlx_mesh.node.engine.vision_model import load_processor
@@ -30,12 +30,14 @@ _MARK_NAMES = (
     "image_pad_token_id",
 )
 
+_AUDIO_MARK_NAMES = ("audio_token_id", "audio_token_index", "sound_context_token_id")
+
 _VIDEO_MARK_NAMES = ("video_token_id", "video_token_index")
 
 
 class PictureError(MeshError):
-    """The pictures or videos of one request cannot be used; the message says why. `param`: the one at fault,
-    like "images[2]", '' when it is not known."""
+    """What one request has beside text cannot be used; the message says why. `param`: the one at fault, like
+    "images[2]", '' when it is not known."""
 
     code = "invalid_image"
 
@@ -50,8 +52,14 @@ class VideoError(PictureError):
     code = "invalid_video"
 
 
+class AudioError(PictureError):
+    """It is the audio that cannot be used; `param` is like "audios[0]"."""
+
+    code = "invalid_audio"
+
+
 class PromptTooLong(PictureError):
-    """With its pictures and videos the prompt is longer than the context."""
+    """With its media the prompt is longer than the context."""
 
     code = "context_length_exceeded"
 
@@ -70,7 +78,7 @@ class Pictures:
     def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
         """The prompt's ids with a token for each embedding, what they are known by in prefix caches, and the
         features. Raises PictureError."""
-        if not media.images and not media.videos:
+        if not (media.images or media.audios or media.videos):
             raise PictureError("The prompt has no picture.")
         inputs = self._process(media)
         try:
@@ -94,6 +102,10 @@ class Pictures:
             )
         marks = self._marks(_MARK_NAMES)
         kinds = [Items(marks, tuple(_limits_of(media) + image for image in media.images))]
+        if media.audios:
+            longest = b"%d " % max(map(len, media.audios))  # all are padded to it
+            contents = tuple(longest + audio for audio in media.audios)
+            kinds.append(Items(self._marks(_AUDIO_MARK_NAMES), contents))
         if media.videos:
             kinds.append(self._videos(ids, media, inputs))
         given = ids
@@ -141,8 +153,10 @@ class Pictures:
                 videos.append(frames_of(video, media.max_pixels))
             except Exception as error:
                 raise VideoError(f"It cannot be read: {_first_line(error)}", f"videos[{at}]") from error
+        sounds = self._sounds(media, processor)
         kinds = {
             "images": images,
+            "audio": sounds,
             "videos": [frames for frames, _ in videos],
             "video_metadata": [sampled for _, sampled in videos],
         }
@@ -159,6 +173,20 @@ class Pictures:
             what = f"The model's processor cannot read the {_named(media)}: {_first_line(error)}"
             raise _error(media, what) from error
         return {name: value for name, value in inputs.items() if value is not None}
+
+    def _sounds(self, media: Media, processor: Any) -> list[Any]:
+        if not media.audios:
+            return []
+        rate, longest = sampling_rate(processor), longest_sound(processor)
+        sounds = []
+        for at, audio in enumerate(media.audios):
+            try:
+                sounds.append(waveform(audio, rate, longest))
+            except SoundError as error:
+                raise AudioError(f"It cannot be used: {error}.", f"audios[{at}]") from error
+        if len(sounds) > 1:  # or mlx-vlm takes the first alone; those that do not say so take more, too
+            processor.supports_multiple_audio = True
+        return sounds
 
     def _limits(self, media: Media, processor: Any) -> dict[str, int]:
         """For processors that scale: what the request wants, but no more pixels than fill the context. Making
@@ -194,7 +222,9 @@ class Pictures:
 
     def _marks(self, names: tuple[str, ...]) -> frozenset[int]:
         """Ids that stand for the tokens of one kind, as far as the configs tell."""
-        owners = (self._whole.config, self._processor, getattr(self._processor, "tokenizer", None))
+        config, processor = self._whole.config, self._processor
+        thinker = getattr(config, "thinker_config", None)
+        owners = (config, thinker, processor, getattr(processor, "tokenizer", None))
         found = (getattr(owner, name, None) for owner in owners for name in names)
         return frozenset(value for value in found if isinstance(value, int))
 
@@ -204,17 +234,17 @@ def _limits_of(media: Media) -> bytes:
 
 
 def _named(media: Media) -> str:
-    kinds = {"pictures": media.images, "videos": media.videos}
+    kinds = {"pictures": media.images, "audio": media.audios, "videos": media.videos}
     return " and ".join(name for name, items in kinds.items() if items)
 
 
 def _error(media: Media, message: str) -> PictureError:
     """Of all of them, or of the only one."""
-    if not media.videos:
-        return PictureError(message, "images[0]" if len(media.images) == 1 else "")
-    if media.images:
+    kinds = {"images": PictureError, "audios": AudioError, "videos": VideoError}
+    held = [name for name in kinds if getattr(media, name)]
+    if len(held) > 1:
         return PictureError(message)
-    return VideoError(message, "videos[0]" if len(media.videos) == 1 else "")
+    return kinds[held[0]](message, f"{held[0]}[0]" if len(getattr(media, held[0])) == 1 else "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a vision tower made of pictures it has seen, so that the next question about them costs no pass.
+"""What towers made of pictures and audio, so that the next question about them costs no pass.
 
 Known by the content of everything that the tower is given, so nothing else can be taken for it; where that
 is more than arrays and plain values, nothing is kept. What it gives is handed out as new array objects:
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -20,22 +21,24 @@ from mlx_mesh.node.engine.hooks import Original, hook_model
 LIMIT_BYTES = 256 * 1024 * 1024
 """Of all that is kept: some dozens of pictures. The least recently used go first."""
 
+_AUDIO_NAMES = ("audio", "sound")
+"""In the names of parts that are for audio."""
+
 
 class TowerMemo:
-    """Around the largest part of a vision model that is not its language part."""
+    """Around the largest part of a model for pictures, and the largest one for audio."""
 
     def __init__(self, whole: Any, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._kept: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
         self.num_bytes = 0
         self.num_passes = 0
-        tower = _tower_of(whole)
-        if tower is not None:
-            hook_model(tower, [], self)
+        for number, tower in enumerate(_towers_of(whole)):
+            hook_model(tower, [], _Tower(self, number))
 
-    def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stands in for the tower's own call."""
-        key = _key_of((args, kwargs))
+    def call(self, number: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stands in for a tower's own call."""
+        key = _key_of((number, args, kwargs))
         if key is not None and key in self._kept:
             self._kept.move_to_end(key)
             return _again(self._kept[key][0])
@@ -53,6 +56,15 @@ class TowerMemo:
                 self.num_bytes -= self._kept.popitem(last=False)[1][1]
         return made
 
+
+@dataclass(frozen=True, slots=True)
+class _Tower:
+    memo: TowerMemo
+    number: int
+
+    def call_model(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.memo.call(self.number, original, args, kwargs)
+
     def call_layer(
         self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -60,16 +72,16 @@ class TowerMemo:
         raise AssertionError(f"layer {index} of a tower was hooked")
 
 
-def _tower_of(whole: Any) -> Any:
+def _towers_of(whole: Any) -> list[Any]:
     def size(module: Any) -> int:
         return sum(int(array.nbytes) for _, array in tree_flatten(module.parameters()))
 
-    parts = [
-        part
-        for name, part in whole.children().items()
-        if name != "language_model" and hasattr(part, "parameters") and callable(part)
-    ]
-    return max(parts, key=size, default=None)
+    owner = next((part for part in whole.children().values() if hasattr(part, "language_model")), whole)
+    groups: dict[bool, list[Any]] = {False: [], True: []}
+    for name, part in owner.children().items():
+        if name != "language_model" and hasattr(part, "parameters") and callable(part):
+            groups[any(word in name for word in _AUDIO_NAMES)].append(part)
+    return [max(parts, key=size) for parts in groups.values() if parts]
 
 
 def _key_of(value: Any) -> bytes | None:

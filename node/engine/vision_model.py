@@ -19,7 +19,10 @@ def load_vision(folder: Path) -> tuple[Any, dict[str, Any]]:
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # some say what they skip
-            return load_model(folder, lazy=True), dict(load_config(folder))
+            whole = load_model(folder, lazy=True)
+            if hasattr(whole, "disable_talker"):  # speech is not made here
+                whole.disable_talker()
+            return whole, dict(load_config(folder))
     except FileNotFoundError as error:
         raise SettingsError(f"{folder}: {error}. Copy the complete model folder to this host.") from error
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
@@ -47,6 +50,6 @@ def load_processor(folder: Path) -> Any:
 
 
 def tower_arrays(whole: Any) -> list[Any]:
-    """The parameters that are not the language part's: towers and projectors, for the leader."""
+    """The parameters that are not the language part's: towers and projectors, for the leader alone."""
     in_language = {id(array) for _, array in tree_flatten(whole.language_model.parameters())}
     return [array for _, array in tree_flatten(whole.parameters()) if id(array) not in in_language]

@@ -14,6 +14,7 @@ from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.types import VisionMode
 from mlx_mesh.node import vision
 
+BOTH = {"vision_config": {"depth": 1}, "audio_config": {"layers": 1}}
 SEEING = {"model_type": "qwen2_vl", "vision_config": {"depth": 2}}
 
 
@@ -81,3 +82,43 @@ def test_the_decision_loads_no_mlx(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
     )
     assert told.stdout.strip() == "(True, '') False"
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "why"),
+    [
+        (SEEING, ("image",), "models of type 'qwen2_vl' take no audio"),
+        (
+            {"model_type": "gemma4", **BOTH},
+            ("image", "audio"),
+            "",
+        ),
+        (
+            {"model_type": "gemma4", "vision_config": {"a": 1}, "audio_config": None},
+            ("image",),
+            "no part for",
+        ),
+        ({"model_type": "gemma4_unified", "vision_config": None, "audio_config": {"b": 1}}, ("audio",), ""),
+        (
+            {
+                "model_type": "qwen3_omni_moe",
+                "thinker_config": BOTH,
+            },
+            ("image", "audio"),
+            "",
+        ),
+        (
+            {"model_type": "mimo_v2", **BOTH},
+            ("image",),
+            "second",
+        ),
+    ],
+)
+def test_a_model_takes_audio_when_its_family_does_and_it_has_the_part(
+    tmp_path: Path, config: dict[str, Any], kinds: tuple[str, ...], why: str
+) -> None:
+    assert vision.choose_vision(folder_of(tmp_path, config), VisionMode.AUTO) == (True, "")
+    taken, refusals = vision.media_kinds(config)
+    assert tuple(kind for kind in taken if kind != "video") == kinds
+    assert ("audio" in refusals) == bool(why) and why in refusals.get("audio", "")
+    assert set(taken) | refusals.keys() == {"image", "audio", "video"}

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm import utils
 
-CONFIGS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "tiny_vlm_configs.json").read_text(encoding="utf-8")
-)
+
+def _configs(name: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+    return found
+
+
+HEARING = _configs("tiny_audio_configs.json")
+"""Families with an audio part."""
+
+CONFIGS = _configs("tiny_vlm_configs.json") | HEARING
 """One small config per family; what follows a # is a variant."""
 
 READ_WHOLE = ("paligemma",)  # looks ahead within the prompt: a chunk would not see what follows
@@ -136,18 +145,126 @@ def picture(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
     raise KeyError(family)
 
 
+SOUND = 994
+"""The id that stands for a sound's tokens."""
+
+UNKNOWN = 7
+"""What stands for a sound's tokens in families whose configs name no id for it."""
+
+_NUM_SOUND_TOKENS = {"qwen3_omni_moe": (7, 4), "minicpmo": (7, 4)}  # of all others: 5, 3
+_PICTURES_WITH_SOUND: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
+    "gemma4": (4, lambda noise: {"pixel_values": noise(1, 3, 16, 16)}),
+    "gemma4_unified": (
+        4,
+        lambda noise: {
+            "pixel_values": noise(1, 4, 192),
+            "image_position_ids": mx.array([[[0, 0], [1, 0], [0, 1], [1, 1]]]),
+        },
+    ),
+    "qwen3_omni_moe": (
+        6,
+        lambda noise: {"pixel_values": noise(24, 96), "image_grid_thw": mx.array([[1, 4, 6]])},
+    ),
+    "minicpmo": (
+        4,
+        lambda noise: {
+            "pixel_values": [[noise(3, 8, 128)]],
+            "tgt_sizes": [mx.array([[4, 4]])],
+            "image_bound": [[[3, 7]]],
+        },
+    ),
+    "nemotron_h_nano_omni": (4, lambda noise: {"pixel_values": noise(1, 3, 32, 32)}),
+    "mimo_v2": (
+        6,
+        lambda noise: {"pixel_values": noise(24, 96), "image_grid_thw": mx.array([[1, 4, 6]])},
+    ),
+}
+"""By family: tokens of a picture beside sounds, and what makes its inputs."""
+
+
+def sound(
+    family: str, seed: int = 1, num_sounds: int = 1, has_picture: bool = False
+) -> tuple[list[int], dict[str, Any]]:
+    """Prompt ids with one or two sounds in them, a picture before them, and the keyword arguments of
+    `get_input_embeddings`."""
+    name = family.partition("#")[0]
+    mx.random.seed(seed)
+    inputs: dict[str, Any] = {}
+    ids = [5, 6]
+
+    def noise(*shape: int) -> Any:
+        return mx.random.normal(shape)
+
+    def put(mark: int, num_tokens: int, *, start: int = 995, end: int = 996) -> tuple[int, int]:
+        ids.extend([start, *[mark] * num_tokens, end, 30 + num_tokens])
+        return len(ids) - num_tokens - 2, len(ids) - 2
+
+    if has_picture:
+        num_tokens, make = _PICTURES_WITH_SOUND[name]
+        inputs |= make(noise)
+        put(PICTURE, num_tokens, start=992, end=993)
+    counts = _NUM_SOUND_TOKENS.get(name, (5, 3))[:num_sounds]
+    mark = UNKNOWN if name == "minicpmo" else SOUND
+    bounds = [put(mark, num_tokens) for num_tokens in counts]
+    ids += [(37 * i + 11 + seed) % 900 for i in range(9)]
+
+    def masks(*lengths: int) -> Any:
+        kept = lengths[:num_sounds]
+        return mx.array([[1] * one + [0] * (kept[0] - one) for one in kept])
+
+    if name == "gemma4":
+        inputs |= {"input_features": noise(num_sounds, 20, 128), "input_features_mask": masks(20, 12)}
+    elif name == "gemma4_unified":
+        inputs |= {"input_features": noise(num_sounds, 5, 40), "input_features_mask": masks(5, 3)}
+    elif name == "qwen3_omni_moe":
+        inputs |= {"input_features": noise(num_sounds, 16, 50), "feature_attention_mask": masks(50, 30)}
+    elif name == "minicpmo":
+        inputs |= {
+            "audio_features": noise(num_sounds, 16, 32),
+            "audio_feature_lens": [[28, 17][:num_sounds]],
+            "audio_bounds": [np.array(bounds)],
+        }
+    elif name == "nemotron_h_nano_omni":
+        inputs |= {"input_features": noise(num_sounds, 20, 16), "feature_attention_mask": masks(20, 12)}
+    elif name == "inkling":
+        bins = mx.random.randint(0, 4, (num_sounds, 5, 8))
+        inputs |= {"audio_input_ids": bins, "audio_input_ids_mask": masks(5, 3)}
+    elif name == "mimo_v2":
+        lengths = [20, 12][:num_sounds]
+        inputs |= {
+            "audio_codes": mx.random.randint(0, 16, (sum(lengths), 4)),
+            "audio_code_lengths": lengths,
+        }
+    else:
+        raise KeyError(family)
+    return ids, inputs
+
+
+Prompt = tuple[list[int], dict[str, Any]]
+
+
+def embed_prompt(model: Any, prompt: Prompt) -> tuple[list[int], Any]:
+    """As `embed`, of any prompt and inputs."""
+    ids, inputs = prompt
+    pixels = inputs.get("pixel_values")
+    others = {name: value for name, value in inputs.items() if name != "pixel_values"}
+    return ids, model.get_input_embeddings(mx.array([ids]), pixels, **others)
+
+
 def embed(model: Any, family: str, seed: int = 1) -> tuple[list[int], Any]:
     """Prompt ids and what the model's own `get_input_embeddings` makes of them and their picture."""
-    ids, inputs = picture(family, seed)
-    return ids, model.get_input_embeddings(mx.array([ids]), **inputs)
+    return embed_prompt(model, picture(family, seed))
 
 
-def reference(model: Any, family: str, num_decoded: int, seed: int = 1) -> tuple[list[Any], list[int]]:
+def reference(
+    model: Any, family: str, num_decoded: int, seed: int = 1, prompt: Prompt | None = None
+) -> tuple[list[Any], list[int]]:
     """Logits (1, vocabulary) of the last prompt token and of each decoded one, and the greedy tokens: as
-    mlx-vlm's own generation does it, on one process and with all its state."""
+    mlx-vlm's own generation does it, on one process and with all its state. `prompt`: another than the
+    family's picture."""
     from mlx_vlm.models.cache import make_prompt_cache
 
-    ids, embedded = embed(model, family, seed)
+    ids, embedded = embed_prompt(model, prompt or picture(family, seed))
     fields = {k: v for k, v in embedded.to_dict().items() if v is not None and k != "inputs_embeds"}
     cache = make_prompt_cache(model.language_model)
     out = model.language_model(mx.array([ids]), inputs_embeds=embedded.inputs_embeds, cache=cache, **fields)
@@ -198,9 +315,11 @@ def poison(module: Any) -> None:
 
 def poison_tower(whole: Any) -> None:
     """Everything of the model that is not its language part."""
-    for name, child in whole.children().items():
-        if name != "language_model" and hasattr(child, "parameters"):
-            poison(child)
+    owner = whole.thinker if hasattr(whole, "thinker") else whole
+    for name, child in owner.children().items():
+        if name != "language_model":
+            for part in child if isinstance(child, list) else [child]:
+                poison(part)
 
 
 def generate(part: Any, prompts: dict[str, tuple[list[int], Any]], num_tokens: int) -> dict[str, list[int]]:
