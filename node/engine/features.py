@@ -7,7 +7,7 @@ itself by filling them in. A field that no rule here knows is an error, never dr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -57,6 +57,20 @@ class Features:
     @property
     def nbytes(self) -> int:
         return sum(int(x.nbytes) for value in self.fields.values() for x in _arrays(value))
+
+    @property
+    def nbytes_after(self) -> int:
+        """Of what is left when the prompt is read."""
+        return sum(int(x.nbytes) for value in self.after().values() for x in _arrays(value))
+
+    @property
+    def has_more(self) -> bool:
+        """Some of it is for reading the prompt alone."""
+        return not self.fields.keys() <= set(WHOLE)
+
+    def read(self) -> Features:
+        """What is left when the prompt is read."""
+        return replace(self, fields=self.after())
 
     def chunk(self, start: int, stop: int) -> dict[str, Any]:
         """Keyword arguments for the tokens [start, stop) of the prompt."""

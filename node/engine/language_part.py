@@ -49,6 +49,7 @@ class LanguagePart(nn.Module):  # type: ignore[misc]
         *caches, media = cache
         inputs = self._inputs(media, *tokens.shape)
         media.advance(tokens.shape[1])
+        media.let_go_of_read()
         out = self.language_model(tokens, cache=caches, **inputs)
         cache[:-1] = caches  # a model may have put others into the list that it got
         clear_state(self.language_model)

@@ -43,7 +43,7 @@ from mlx_mesh.node.engine.prefix_store import PrefixStore, can_always_cut
 from mlx_mesh.node.engine.report import Reporter
 from mlx_mesh.node.engine.row_media import reads_alone
 from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
-from mlx_mesh.node.engine.scheduler import Produced, Scheduler
+from mlx_mesh.node.engine.scheduler import Held, Produced, Scheduler
 from mlx_mesh.node.engine.shard import NewCaches
 
 RequestOf = Callable[[str], GenerateRequest]
@@ -359,7 +359,9 @@ class Leader:
             self._submit_now(request)
 
     def _submit_now(self, request: GenerateRequest) -> None:
-        answer = self._scheduler.submit(request)
+        features = self._generation.features.get(request.id)
+        held = Held(features.nbytes, features.nbytes_after) if features is not None else Held()
+        answer = self._scheduler.submit(request, held)
         if answer is not None:
             self._generation.forget_request(request.id)
         self._answer(answer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_mesh.mesh.kv_budget import MEDIA_BYTES
 from mlx_mesh.mesh.messages import (
     Connect,
     EngineConfig,
@@ -166,7 +167,8 @@ def warm_up(
     if config.rank == 0:
         pictures = None
         if shard.whole is not None:
-            pictures = Pictures(Path(command.model), shard.whole, command.context_length)
+            memo_bytes = command.kv.ranks[0].media_bytes if command.kv.ranks else MEDIA_BYTES
+            pictures = Pictures(Path(command.model), shard.whole, command.context_length, memo_bytes)
         loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter, pictures)
     else:
         loop = _follower(config, channels, command, generation, reporter)

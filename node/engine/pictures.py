@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mesh.mesh.errors import MeshError, SettingsError
+from mlx_mesh.mesh.kv_budget import MEDIA_BYTES
 from mlx_mesh.mesh.messages import Media
 from mlx_mesh.node.engine.features import Features, clear_state, features_of
 from mlx_mesh.node.engine.media_keys import Items, keys_of, runs_of, spread
@@ -67,12 +68,15 @@ class PromptTooLong(PictureError):
 class Pictures:
     """One model's processor and towers."""
 
-    def __init__(self, folder: Path, whole: Any, context_length: int = 0) -> None:
-        """`context_length` 0 = not known, and prompts may be of any length."""
+    def __init__(
+        self, folder: Path, whole: Any, context_length: int = 0, memo_bytes: int = MEDIA_BYTES
+    ) -> None:
+        """`context_length` 0 = not known, and prompts may be of any length; `memo_bytes`: of the towers'
+        memory."""
         self._folder = folder
         self._whole = whole
         self._context_length = context_length
-        self.towers = TowerMemo(whole)
+        self.towers = TowerMemo(whole, memo_bytes)
         self._processor: Any = None
 
     def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:

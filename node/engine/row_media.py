@@ -34,6 +34,13 @@ class RowMedia:
     def advance(self, num_tokens: int) -> None:
         self.num_tokens = [before + num_tokens for before in self.num_tokens]
 
+    def let_go_of_read(self) -> None:
+        """Of prompts that are read, keep only what every step needs."""
+        self.features = [
+            one.read() if one is not None and length >= one.length and one.has_more else one
+            for one, length in zip(self.features, self.num_tokens, strict=True)
+        ]
+
     @classmethod
     def merge(cls, parts: Sequence[RowMedia]) -> RowMedia:
         merged = cls()

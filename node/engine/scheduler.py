@@ -47,6 +47,15 @@ class Produced:
     failure: str = ""  # this row alone cannot go on; the token does not count
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of what a prompt's pictures have become: all of it is with the leader for as long as the request
+    is open, and with every rank that has a row of it, but `after` alone once its prompt is read."""
+
+    all: int = 0
+    after: int = 0
+
+
 @dataclass(slots=True)
 class _Running:
     request: GenerateRequest
@@ -57,6 +66,7 @@ class _Running:
     has_produced: bool = False
     new_ids: list[int] = field(default_factory=list)  # since its admission
     num_reused: int = 0  # tokens that did not have to be computed
+    held: Held = Held()
 
     @property
     def num_prompt(self) -> int:
@@ -96,6 +106,7 @@ class Scheduler:
         self._waiting: dict[str, GenerateRequest] = {}
         self._running: dict[str, _Running] = {}
         self._to_cancel: list[str] = []
+        self._held: dict[str, Held] = {}  # of open requests that have some
 
     @property
     def has_work(self) -> bool:
@@ -119,21 +130,26 @@ class Scheduler:
         """The request is submitted and has no row, or none any more."""
         return request_id in self._waiting
 
-    def submit(self, request: GenerateRequest) -> RequestFailed | TokenChunk | None:
+    def submit(self, request: GenerateRequest, held: Held = Held()) -> RequestFailed | TokenChunk | None:
         """Queue a request; an answer instead of None means that it is over before it began."""
-        refusal = self._refusal(request)
+        refusal = self._refusal(request, held)
         if refusal is not None:
             code, message = refusal
             return RequestFailed(id=request.id, code=code, message=message)
-        if self._tokens_left(request) <= 0:  # it broke off after its last token, before its end was said
+        if (
+            self._tokens_left(request, held) <= 0
+        ):  # it broke off after its last token, before its end was said
             return TokenChunk(id=request.id, finish_reason="length")
         self._waiting[request.id] = request
+        if held.all:
+            self._held[request.id] = held
         return None
 
     def cancel(self, request_id: str) -> TokenChunk | None:
         """End a request: at once while it waits, else by the next plan. One that is not open is no error: its
         end crossed the command."""
         if self._waiting.pop(request_id, None) is not None:
+            self._held.pop(request_id, None)
             self.prefixes.waits_no_more(request_id)
             return TokenChunk(id=request_id, finish_reason="cancelled")
         running = self._running.get(request_id)
@@ -172,20 +188,23 @@ class Scheduler:
         for request in list(self._waiting.values()):
             prompt = request.prompt_ids + request.sent_ids
             known_as = (request.prefix_keys or request.prompt_ids) + request.sent_ids
-            if request.id in cancel or not self._has_room(len(prompt)):
+            held = self._held.get(request.id, Held())
+            if request.id in cancel or not self._has_room(len(prompt), held):
                 break
             if self.prefixes.must_wait(request, known_as):
                 continue  # for a row that is being computed now; those behind it need not wait as well
             self.prefixes.find(request, known_as)  # so that making room takes anything else first
-            self._evict_for(len(prompt))
+            self._evict_for(len(prompt), held)
             del self._waiting[request.id]
             part = self.prefixes.admit(request, known_as)
-            self._running[request.id] = _Running(request, now_s, len(prompt), num_reused=part.num_reused)
+            self._running[request.id] = _Running(
+                request, now_s, len(prompt), num_reused=part.num_reused, held=held
+            )
             admit.append(
                 Admission(
                     id=request.id,
                     prompt_ids=prompt,
-                    max_tokens=self._tokens_left(request),
+                    max_tokens=self._tokens_left(request, held),
                     stop_token_ids=request.stop_token_ids,
                     entry=part.entry,
                     reuse=part.reuse,
@@ -199,21 +218,29 @@ class Scheduler:
         """Rows that run on, oldest first."""
         return [row for row in self._running.values() if not (row.is_cancelled or row.is_leaving)]
 
-    def _has_room(self, num_tokens: int) -> bool:
+    def _taken_by(self, rows: Sequence[_Running], new: Held = Held()) -> list[int]:
+        """Bytes by rank of what the pictures of these rows and of one to come have become."""
+        leader = sum(row.held.all for row in rows) + new.all
+        other = sum(row.held.after if row.has_produced else row.held.all for row in rows) + new.all
+        return [other if rank.rank else leader for rank in self._kv.ranks]
+
+    def _has_room(self, num_tokens: int, held: Held) -> bool:
         """For one more row of so many tokens, when no prefix is kept; never while somebody leaves, who is to
         come back first."""
         rows = self._staying()
         if len(rows) >= self._max_sequences or any(row.is_leaving for row in self._running.values()):
             return False
         longest = max((num_tokens, *(row.length for row in rows))) + GROWTH_TOKENS
-        return not rows or self._kv.short(len(rows) + 1, longest) is None
+        return not rows or self._kv.short(len(rows) + 1, longest, self._taken_by(rows, held)) is None
 
-    def _evict_for(self, num_tokens: int) -> None:
+    def _evict_for(self, num_tokens: int, held: Held) -> None:
         """Kept prefixes make room for one more row, which has it without them."""
         rows = self._staying()
         longest = max((num_tokens, *(row.length for row in rows))) + GROWTH_TOKENS
-        count = len(rows) + 1 + self._num_copies
-        self.prefixes.make_room(lambda taken: self._kv.short(count, longest, taken) is None)
+        count, by_pictures = len(rows) + 1 + self._num_copies, self._taken_by(rows, held)
+        self.prefixes.make_room(
+            lambda taken: self._kv.short(count, longest, _sum(taken, by_pictures)) is None
+        )
 
     @property
     def _num_copies(self) -> int:
@@ -225,15 +252,19 @@ class Scheduler:
     def _make_room(self) -> list[str]:
         """Newest rows that leave, so that the others can take their next steps. Kept prefixes go before."""
         rows, leaving = self._staying(), []
-        while len(rows) > 1 and self._kv.short(len(rows), max(row.length for row in rows) + AHEAD_TOKENS):
+        while len(rows) > 1 and self._kv.short(
+            len(rows), max(row.length for row in rows) + AHEAD_TOKENS, self._taken_by(rows)
+        ):
             row = rows.pop()
             row.is_leaving = True
             leaving.append(row.request.id)
             self.prefixes.leaves(row.request.id, is_kept=False)
         if rows:
             longest = max(row.length for row in rows) + AHEAD_TOKENS
-            count = len(rows) + self._num_copies
-            self.prefixes.make_room(lambda taken: self._kv.short(count, longest, taken) is None)
+            count, by_pictures = len(rows) + self._num_copies, self._taken_by(rows)
+            self.prefixes.make_room(
+                lambda taken: self._kv.short(count, longest, _sum(taken, by_pictures)) is None
+            )
         self.num_preempted += len(leaving)
         return leaving
 
@@ -251,6 +282,7 @@ class Scheduler:
                 continue
             self.prefixes.ended(request_id)
             if row.is_cancelled:
+                self._held.pop(request_id, None)
                 chunks.append(TokenChunk(id=request_id, finish_reason="cancelled"))
                 continue
             sent_ids = (*row.request.sent_ids, *row.new_ids)
@@ -266,6 +298,7 @@ class Scheduler:
             running = self._running[produced.id]
             if produced.finish_reason is not None:
                 del self._running[produced.id]
+                self._held.pop(produced.id, None)
                 self.prefixes.ended(produced.id)
             else:
                 self.prefixes.first_token(produced.id)
@@ -315,15 +348,22 @@ class Scheduler:
             stop=stop,
         )
 
-    def _tokens_left(self, request: GenerateRequest) -> int:
+    def _longest_with(self, held: Held) -> int | None:
+        """Tokens of the longest sequence that fits beside so much."""
+        if not held.all:
+            return self._longest
+        return self._kv.longest_sequence(self._context_length, self._taken_by((), held))
+
+    def _tokens_left(self, request: GenerateRequest, held: Held) -> int:
         left = request.max_tokens - len(request.sent_ids)
         if self._context_length:
             left = min(left, self._context_length - len(request.prompt_ids) - len(request.sent_ids))
-        if self._longest is not None:
-            left = min(left, self._longest - len(request.prompt_ids) - len(request.sent_ids))
+        longest = self._longest_with(held)
+        if longest is not None:
+            left = min(left, longest - len(request.prompt_ids) - len(request.sent_ids))
         return left
 
-    def _refusal(self, request: GenerateRequest) -> tuple[str, str] | None:
+    def _refusal(self, request: GenerateRequest, held: Held) -> tuple[str, str] | None:
         """Code and message for a request that no rank may see: a failure inside a step would end them all."""
         num_prompt = len(request.prompt_ids)
         if request.id in self._waiting or request.id in self._running:
@@ -339,15 +379,20 @@ class Scheduler:
                 "for an answer.",
             )
         num_tokens = num_prompt + len(request.sent_ids)
-        if (
-            self._longest is not None
-            and num_tokens >= self._longest
-            and request.max_tokens > len(request.sent_ids)
-        ):  # the front end refuses these; here come those that were open when the mesh became smaller
-            return "kv_memory_exceeded", self._kv.explain(num_tokens + 1, self._context_length)
+        longest = self._longest_with(held)
+        if longest is not None and num_tokens >= longest and request.max_tokens > len(request.sent_ids):
+            # The front end refuses these; here come those with pictures, which it cannot measure, and those
+            # that were open when the mesh became smaller.
+            taken = self._taken_by((), held)
+            return "kv_memory_exceeded", self._kv.explain(num_tokens + 1, self._context_length, taken)
         vocab_size = self.vocab_size or 1 << 31
         for ids in (request.prompt_ids, request.sent_ids, request.sampling.logit_bias):
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < vocab_size:
                     return "invalid_token", f"Token id {extreme} is not in the vocabulary of {vocab_size}."
         return None
+
+
+def _sum(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
+    """By rank; where one says nothing, the other."""
+    return [a + b for a, b in zip(one, other, strict=True)] if one and other else one or other

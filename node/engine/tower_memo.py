@@ -16,10 +16,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_mesh.mesh.kv_budget import MEDIA_BYTES
 from mlx_mesh.node.engine.hooks import Original, hook_model
-
-LIMIT_BYTES = 256 * 1024 * 1024
-"""Of all that is kept: some dozens of pictures. The least recently used go first."""
 
 _AUDIO_NAMES = ("audio", "sound")
 """In the names of parts that are for audio."""
@@ -28,7 +26,8 @@ _AUDIO_NAMES = ("audio", "sound")
 class TowerMemo:
     """Around the largest part of a model for pictures, and the largest one for audio."""
 
-    def __init__(self, whole: Any, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, whole: Any, limit_bytes: int = MEDIA_BYTES) -> None:
+        """`limit_bytes`: of all that is kept; the least recently used go first."""
         self._limit_bytes = limit_bytes
         self._kept: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
         self.num_bytes = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mesh.mesh.capacity import HostCapacity, PlacementRequest
 from mlx_mesh.mesh.footprint import LayerFootprint, ModelFootprint, TensorFootprint
-from mlx_mesh.mesh.kv_budget import BLOCK_TOKENS, KvBudget, RankKv, kv_budget
+from mlx_mesh.mesh.kv_budget import BLOCK_TOKENS, MEDIA_BYTES, MEDIA_PART, KvBudget, RankKv, kv_budget
 from mlx_mesh.mesh.memory import WORKING_BASE_BYTES
 from mlx_mesh.mesh.placement import plan_placement, plan_rows
 from mlx_mesh.mesh.types import Sharding
@@ -108,6 +109,20 @@ def test_the_budget_agrees_with_the_plan_rank_by_rank(
         assert mine.bytes_of(3, 1024) == pytest.approx(row.kv_bytes, abs=16)
         assert mine.budget_bytes == row.limit_bytes - row.weights_bytes - row.working_bytes
     assert budget.short(3, 1024) is None, "the plan found room for these"
+
+
+def test_the_leader_sets_memory_aside_for_what_towers_made_of_pictures() -> None:
+    model = footprint(PLAIN, PLAIN)
+    towers = msgspec.structs.replace(model, media=("image",), tower_bytes=MB)
+    for usable in (WORKING_BASE_BYTES + 60 * MB, WORKING_BASE_BYTES + 6000 * MB):
+        hosts = [HostCapacity(name=name, slots=1, usable_memory_bytes=usable) for name in "ab"]
+        placement = plan_placement(model, hosts, PlacementRequest(sharding=Sharding.PIPELINE))
+        leader, other = kv_budget(towers, placement).ranks
+        text_leader, text_other = kv_budget(model, placement).ranks
+        assert other == text_other and text_leader.media_bytes == 0
+        assert leader.budget_bytes is not None and text_leader.budget_bytes is not None
+        assert leader.media_bytes == min(MEDIA_BYTES, text_leader.budget_bytes // MEDIA_PART)
+        assert leader.budget_bytes + leader.media_bytes == text_leader.budget_bytes
 
 
 def test_a_model_on_one_rank_and_one_without_a_limit() -> None:

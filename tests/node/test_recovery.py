@@ -151,6 +151,28 @@ async def test_a_request_that_ends_engines_fails_alone_and_the_others_go_on(run_
         assert not leader.output.all(AgentFailed)
 
 
+async def test_towers_that_never_end_are_found_by_their_deadline_and_the_prompt_is_to_blame(
+    run_mesh: Any,
+) -> None:
+    async with run_mesh() as mesh:
+        mesh.deadlines = msgspec.structs.replace(mesh.deadlines, step_floor_s=0.3, media_s=0.9)
+        mesh.engine_script = {"*.0.submit bad": "towers"}
+        leader, line = await mesh.up()
+        line.submit("other", 100)
+        await line.wait_for(Chunk)
+        line.submit("bad", 5)
+        ends: dict[str, str] = {}
+        while len(ends) < 2:
+            match await line.next():
+                case Chunk(chunk=chunk) if chunk.finish_reason is not None:
+                    ends[chunk.id] = chunk.finish_reason
+                case Failed(id=request_id, code=code):
+                    ends[request_id] = code
+        assert ends == {"bad": "request_ends_engine", "other": "length"}
+        causes = [ended.cause for ended in leader.output.all(EpochEnded)]
+        assert len(causes) == 2 and all("media_s is 0.9" in cause and "rank 0" in cause for cause in causes)
+
+
 async def test_what_frozen_engines_were_doing_is_part_of_the_epochs_cause(run_mesh: Any) -> None:
     async with run_mesh() as mesh:
         leader, line = await mesh.up()

@@ -26,6 +26,7 @@ from mlx_mesh.node.engine.features import Features, features_of
 from mlx_mesh.node.engine.loader import open_lazy
 from mlx_mesh.node.engine.media_keys import PICTURE_KEY, Items, keys_of, spread
 from mlx_mesh.node.engine.pictures import PictureError, Pictures, PromptTooLong
+from mlx_mesh.node.engine.row_media import RowMedia
 from mlx_mesh.node.engine.tower_memo import TowerMemo
 
 MARKS = frozenset({9})
@@ -104,6 +105,24 @@ def test_features_travel_bit_for_bit(dtype: Any) -> None:
             else [(value, came.fields[name])]
         )
         assert all(a.dtype == b.dtype and bool(mx.array_equal(a, b).item()) for a, b in pairs), name
+
+
+def test_a_row_keeps_of_a_prompt_that_is_read_only_what_every_step_needs() -> None:
+    states = mx.zeros((1, 3, 8))
+    fields = {"inputs_embeds": mx.zeros((1, 5, 8)), "cross_attention_states": states}
+    features = Features(5, fields, delta=4, keys=(1, 2, 3, 4, 5))
+    row = RowMedia(features)
+    other = RowMedia(some_features(9))
+    for one in (row, other):
+        one.advance(4)
+        one.let_go_of_read()
+    rows = RowMedia.merge([row, other])
+    assert rows.nbytes == features.nbytes + other.nbytes
+    rows.advance(1)
+    rows.let_go_of_read()
+    assert rows.nbytes == features.nbytes_after + other.nbytes == states.nbytes + other.nbytes
+    assert rows.deltas == [4, 0]
+    assert rows.extract(0).let_go([0, 0, 0, 0, 0, 6]) == (1, 2, 3, 4, 5, 6)
 
 
 def test_what_is_no_features_is_an_error() -> None:

@@ -17,7 +17,7 @@ from mlx_mesh.mesh.messages import (
     TokenChunk,
     TokenLogprobs,
 )
-from mlx_mesh.node.engine.scheduler import AHEAD_TOKENS, Produced, Scheduler
+from mlx_mesh.node.engine.scheduler import AHEAD_TOKENS, Held, Produced, Scheduler
 
 
 def scheduler(max_sequences: int = 2, context_length: int = 100) -> Scheduler:
@@ -294,6 +294,40 @@ def test_what_can_never_fit_is_refused_with_numbers_and_the_answer_ends_within_m
     assert isinstance(resumed, RequestFailed), "it was open when the mesh had more memory"
 
 
+def test_what_pictures_became_takes_memory_until_their_prompt_is_read() -> None:
+    it = with_memory(blocks=6)
+    it.submit(long("a", 200), Held(2 * BLOCK_TOKENS, 0))
+    for name in ("b", "c"):
+        it.submit(long(name, 200))
+    plan = it.next_plan(0)
+    assert admitted(plan) == ["a", "b"], "four blocks, and two for what a's pictures became"
+    step(it, plan, "b")
+    plan = it.next_plan(0)
+    assert admitted(plan) == [], "a is not read yet"
+    step(it, plan, "a", "b")
+    plan = it.next_plan(0)
+    assert admitted(plan) == ["c"]
+    step(it, plan, "a", "b", "c")
+    it.submit(long("d", 10), Held(3 * BLOCK_TOKENS, 0))
+    it.submit(long("e", 10))
+    for name in ("a", "b"):
+        it.produced([Produced(name, 9, "length")], 0)
+        assert admitted(it.next_plan(0)) == [], "c and d are four blocks, and d's pictures three"
+    it.produced([Produced("c", 9, "length")], 0)
+    assert admitted(it.next_plan(0)) == ["d"], "alone it has its chance"
+
+
+def test_pictures_that_leave_no_room_for_their_prompt_are_refused_with_numbers() -> None:
+    it = with_memory(blocks=4)
+    assert it.submit(long("a", 500, max_tokens=1000), Held(BLOCK_TOKENS, 0)) is None
+    assert it.next_plan(0).admit[0].max_tokens == 3 * BLOCK_TOKENS - 500
+    refusal = it.submit(long("b", 500), Held(3 * BLOCK_TOKENS, 0))
+    assert isinstance(refusal, RequestFailed) and refusal.code == "kv_memory_exceeded"
+    assert "and its pictures 0 MB, on rank 1 (mac1)" in refusal.message
+    assert "up to 256 tokens" in refusal.message and "fewer or smaller pictures" in refusal.message
+    assert not it._held.keys() & {"b"}
+
+
 def test_rows_that_grew_too_large_together_let_the_oldest_go_on_and_come_back() -> None:
     it = with_memory(blocks=4)
     it.submit(long("old", 200, max_tokens=500))
@@ -342,21 +376,31 @@ def test_a_row_that_makes_room_may_be_cancelled_or_end_before_it_leaves() -> Non
 @settings(deadline=None, max_examples=40)
 @given(
     blocks=st.integers(2, 9),
-    sizes=st.lists(st.tuples(st.integers(1, 450), st.integers(1, 400)), min_size=1, max_size=7),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 450), st.integers(1, 400), st.sampled_from([0, 0, 50, 300])),
+        min_size=1,
+        max_size=7,
+    ),
     delay=st.integers(0, 3),
 )
 def test_memory_is_never_exceeded_and_every_request_gets_all_its_tokens_once(
-    blocks: int, sizes: list[tuple[int, int]], delay: int
+    blocks: int, sizes: list[tuple[int, int, int]], delay: int
 ) -> None:
-    """`delay`: plans that are under way, as in a pipeline."""
+    """`sizes`: tokens of the prompt and of the answer, and bytes of what its pictures became. `delay`: plans
+    that are under way, as in a pipeline."""
     it, kv = with_memory(blocks), of_blocks(blocks)
     got: dict[str, list[int]] = {}
     due: dict[str, int] = {}
-    for number, (num_prompt, max_tokens) in enumerate(sizes):
-        if it.submit(long(str(number), num_prompt, max_tokens)) is None:
+    held: dict[str, Held] = {}
+    for number, (num_prompt, max_tokens, num_bytes) in enumerate(sizes):
+        mine = held[str(number)] = Held(num_bytes, num_bytes // 2)
+        if it.submit(long(str(number), num_prompt, max_tokens), mine) is None:
             got[str(number)] = []
-            due[str(number)] = min(max_tokens, blocks * BLOCK_TOKENS - num_prompt)
+            longest = kv.longest_sequence(100_000, [num_bytes] * 2)
+            assert longest is not None
+            due[str(number)] = min(max_tokens, longest - num_prompt)
     rows: dict[str, list[int]] = {}  # tokens in caches, tokens left
+    has_token: set[str] = set()
     published: list[StepPlan] = []
     for _ in range(sum(due.values()) + 100):
         while it.has_work and len(published) <= delay:
@@ -366,13 +410,19 @@ def test_memory_is_never_exceeded_and_every_request_gets_all_its_tokens_once(
         plan = published.pop(0)
         for request_id in plan.cancel:
             rows.pop(request_id, None)
+            has_token.discard(request_id)
         for new in plan.admit:
             rows[new.id] = [len(new.prompt_ids), new.max_tokens]
         longest = max((length for length, _ in rows.values()), default=0)
-        assert kv.short(len(rows), longest + 1) is None or len(rows) <= 1
+        taken = [
+            sum(held[row].all for row in rows),
+            sum(held[row].after if row in has_token else held[row].all for row in rows),
+        ]
+        assert kv.short(len(rows), longest + 1, taken) is None or len(rows) <= 1
         produced = []
         for request_id, row in list(rows.items()):
             row[0], row[1] = row[0] + 1, row[1] - 1
+            has_token.add(request_id)
             produced.append(Produced(request_id, len(got[request_id]), "length" if row[1] == 0 else None))
             if row[1] == 0:
                 del rows[request_id]

@@ -3,8 +3,9 @@
     fake_engine.py --script FILE --fd N
 
 FILE is JSON: {"EPOCH.RANK.POINT": ACTION}, where EPOCH and RANK may be "*", POINT is one of spawn connect
-load warm_up submit "submit ID" stop digest, and ACTION is hang, freeze, exit:STATUS, kill, fail:KIND, garbage
-or version:TEXT; of digest it is what the rank says of its history. SIGUSR2: it says that a step does not end.
+load warm_up submit "submit ID" stop digest, and ACTION is hang, towers (for ever), freeze, exit:STATUS, kill,
+fail:KIND, garbage or version:TEXT; of digest it is what the rank says of its history. SIGUSR2: it says that a
+step does not end.
 Tokens are a pure function of the prompt and the position, so that a test knows the undisturbed answer.
 """
 
@@ -69,7 +70,7 @@ class FakeEngine:
         self.phase = Phase.STARTING
         self.step = 0
         self.running: dict[str, tuple[GenerateRequest, int]] = {}
-        self.is_stuck = self.is_paranoid = False
+        self.is_stuck = self.is_paranoid = self.reads_media = False
         self.stuck_since = 0.0
 
     def act(self, point: str) -> None:
@@ -83,6 +84,10 @@ class FakeEngine:
         name, _, argument = action.partition(":")
         print(f"acting: {action}", flush=True)
         if name == "hang":
+            threading.Event().wait()
+        elif name == "towers":
+            self.reads_media = True
+            self.get_stuck()
             threading.Event().wait()
         elif name == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -115,6 +120,7 @@ class FakeEngine:
                     num_sequences=len(self.running),
                     memory_bytes=1000,
                     expected_s=0.01,
+                    reads_media=self.reads_media,
                     busy=self.is_stuck,
                     busy_s=time.monotonic() - self.stuck_since if self.is_stuck else 0.0,
                     digests=()
