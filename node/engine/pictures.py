@@ -17,7 +17,14 @@ from mlx_mesh.mesh.kv_budget import MEDIA_BYTES
 from mlx_mesh.mesh.messages import Media
 from mlx_mesh.node.engine.features import Features, clear_state, features_of
 from mlx_mesh.node.engine.media_keys import Items, keys_of, runs_of, spread
-from mlx_mesh.node.engine.sounds import SoundError, longest_sound, sampling_rate, waveform
+from mlx_mesh.node.engine.sounds import (
+    READ_APART,
+    SoundError,
+    embed_apart,
+    longest_sound,
+    sampling_rate,
+    waveform,
+)
 from mlx_mesh.node.engine.tower_memo import TowerMemo
 from mlx_mesh.node.engine.videos import content_of, frames_of, joined, pixels_per_token
 from mlx_mesh.node.engine.vision_model import load_processor
@@ -116,8 +123,13 @@ class Pictures:
         if "image_grid_thw" in inputs and "video_grid_thw" in inputs:
             merge = self._processor.image_processor.merge_size
             given, inputs = joined(ids, inputs, *(kind.marks for kind in kinds), merge=merge)
-        pixels, mask = inputs.pop("pixel_values", None), inputs.pop("attention_mask", None)
-        embedded = self._whole.get_input_embeddings(mx.array([given]), pixels, mask=mask, **inputs)
+        mask = inputs.pop("attention_mask", None)
+        runs = runs_of(ids, self._marks(_AUDIO_MARK_NAMES))
+        if self._whole.config.model_type in READ_APART and 1 < len(media.audios) == len(runs):
+            embedded = embed_apart(self._whole, given, runs, {**inputs, "mask": mask})
+        else:
+            pixels = inputs.pop("pixel_values", None)
+            embedded = self._whole.get_input_embeddings(mx.array([given]), pixels, mask=mask, **inputs)
         features = features_of(embedded.to_dict(), self._whole.language_model)
         mx.eval([x for value in features.fields.values() for x in _arrays(value)])
         ids = spread(ids, features.length, frozenset().union(*(kind.marks for kind in kinds)))

@@ -5,12 +5,19 @@ from __future__ import annotations
 import inspect
 import io
 import wave
+from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 DEFAULT_RATE = 16_000
 """Samples per second, of a processor that does not say."""
+
+
+READ_APART = ("gemma4",)
+"""Families in which mlx-vlm lays all rows of several sounds end to end, the padding of shorter ones included,
+so that from the second on they are not where their marks are."""
 
 
 class SoundError(ValueError):
@@ -61,6 +68,27 @@ def waveform(file: bytes, rate: int, longest: int = 0) -> Any:
             "most, and drops the rest"
         )
     return samples.astype(np.float32) / 32768.0
+
+
+def embed_apart(whole: Any, ids: list[int], runs: Sequence[range], inputs: dict[str, Any]) -> Any:
+    """What `whole.get_input_embeddings` gives, called for each sound alone. `runs`: where the tokens of each
+    are in `ids`; `inputs`: the other arguments, one row for each sound in its features."""
+    names = [name for name in ("input_features", "input_features_mask") if name in inputs]
+    rows = {name: inputs.pop(name) for name in names}
+    pixels = inputs.pop("pixel_values", None)
+    found = whole.get_input_embeddings(mx.array([ids]), pixels, **inputs)
+    embeds = found.inputs_embeds
+    for at, run in enumerate(runs):
+        alone = [
+            0 if any(i in other for other in runs) and i not in run else token for i, token in enumerate(ids)
+        ]
+        own = {name: mx.array(value)[at : at + 1] for name, value in rows.items()}
+        heard = whole.get_input_embeddings(mx.array([alone]), None, **own).inputs_embeds
+        embeds = mx.concatenate(
+            [embeds[:, : run.start], heard[:, run.start : run.stop], embeds[:, run.stop :]], axis=1
+        )
+    found.inputs_embeds = embeds
+    return found
 
 
 def _extractor(processor: Any) -> Any:
