@@ -20,16 +20,19 @@ ONE_AT_A_TIME = {
     "llama4": "its chunked caches cannot be joined",
     "mllama": "each of its decode steps needs the picture of its own row",
     "ministral3": "its attention is scaled by places in the batch, not in the row",
+    "paligemma gemma": "its decode steps have no mask for rows of other lengths",
 }
-"""By the type of a model or of its text part: why it is right only for one sequence at a time."""
+"""By the type of a model, of its text part, or both: why it is right only for one sequence at a time."""
+
+READ_WHOLE = {
+    ("paligemma", "gemma"): "its text part looks ahead within the prompt",
+    ("gemma3n", ""): "in mlx-vlm a token of its prompt sees later ones",
+}
+"""By the types of a model and of its text part: why each prompt is read in one piece, text alone as well."""
 
 NEVER = {
-    (
-        "paligemma",
-        "gemma",
-    ): "its text part looks ahead within the prompt, so a prompt cannot be read in chunks",
-    ("gemma3n", ""): "in mlx-vlm a token of its prompt sees later ones, so its answers depend on the chunks",
     ("phi3_v", ""): "its pictures have negative token ids",
+    ("phi4mm", ""): "the weights of its layers change with what a prompt holds",
 }
 """By the types of a model and of its text part: why it is not served."""
 
@@ -56,8 +59,15 @@ TOWERS = {"qwen3_omni_moe": "thinker_config.vision_config"}
 
 def why_alone(config: dict[str, Any]) -> str:
     """Why a vision model serves one sequence at a time; '' when it serves many."""
-    kinds = (str(config.get("model_type")), _text_type(config))
+    family, text = str(config.get("model_type")), _text_type(config)
+    kinds = (family, text, f"{family} {text}")
     return next((ONE_AT_A_TIME[kind] for kind in kinds if kind in ONE_AT_A_TIME), "")
+
+
+def why_whole(config: dict[str, Any]) -> str:
+    """Why a vision model's prompts are read in one piece, all of them; '' when they are read in chunks."""
+    texts = (_text_type(config), "")
+    return next((READ_WHOLE[key] for text in texts if (key := (family_of(config), text)) in READ_WHOLE), "")
 
 
 def _text_type(config: dict[str, Any]) -> str:

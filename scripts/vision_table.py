@@ -39,7 +39,6 @@ def try_family(family: str) -> dict[str, str]:
     import mlx.core as mx
 
     from mlx_mesh.node.engine.certificate import certify
-    from mlx_mesh.node.engine.features import features_of
     from mlx_mesh.node.engine.language_part import LanguagePart
     from mlx_mesh.node.engine.loader import LazyModel
     from mlx_mesh.node.engine.shard import shard_model
@@ -59,9 +58,8 @@ def try_family(family: str) -> dict[str, str]:
 
     whole, lazy = opened()
     expected, tokens = tiny_vlm.reference(whole, family, 5)
-    ids, embedded = tiny_vlm.embed(whole, family)
-    features = features_of(embedded.to_dict(), whole.language_model)
-    chunks = tiny_vlm.chunks_of(family, features.length)
+    ids, features = tiny_vlm.features_in(whole, family, tiny_vlm.picture(family))
+    chunks = tiny_vlm.chunks_of(features.length)
     trace = trace_model(lazy.model)
     legal = [cut for cut in range(1, trace.num_layers) if not trace.why_not(cut)]
     proposal = certify(lazy, trace).proposal

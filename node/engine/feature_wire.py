@@ -27,6 +27,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
     delta: int
     fields: dict[str, list[_Array]]
     lists: tuple[str, ...]  # fields that are a list of arrays
+    is_whole: bool
+    sees_ahead: bool
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -40,7 +42,9 @@ def encode_features(features: Features) -> bytes:
         for name, value in features.fields.items()
     }
     lists = tuple(name for name, value in features.fields.items() if isinstance(value, (list, tuple)))
-    return _encoder.encode(_Wire(features.length, features.delta, fields, lists))
+    return _encoder.encode(
+        _Wire(features.length, features.delta, fields, lists, features.is_whole, features.sees_ahead)
+    )
 
 
 def decode_features(data: bytes) -> Features:
@@ -50,7 +54,7 @@ def decode_features(data: bytes) -> Features:
     for name, arrays in wire.fields.items():
         unpacked = [_unpack(array) for array in arrays]
         fields[name] = unpacked if name in wire.lists else unpacked[0]
-    return Features(wire.length, fields, wire.delta)
+    return Features(wire.length, fields, wire.delta, is_whole=wire.is_whole, sees_ahead=wire.sees_ahead)
 
 
 def _pack(array: Any) -> _Array:

@@ -18,6 +18,7 @@ TOKEN_AXIS = {
     "position_ids": -1,  # (1, L) or (3, 1, L)
     "visual_pos_masks": 1,  # (1, L): which tokens are a picture's
     "per_layer_inputs": 1,  # (1, L, layers, d)
+    "mm_token_type_ids": 1,  # (1, L): which pictures' tokens see each other
     "cross_attention_mask": 2,  # (1, 1, L, pictures)
     "full_text_row_masked_out_mask": 2,  # (1, 1, L, 1)
 }
@@ -50,6 +51,8 @@ class Features:
     fields: dict[str, Any]
     delta: int = 0
     keys: tuple[int, ...] = ()  # what the prompt's tokens are known by in prefix caches
+    is_whole: bool = False  # the prompt is read in one forward
+    sees_ahead: bool = False  # so does all that is read at once: what was said already comes one by one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Features:
         return self
@@ -124,6 +127,17 @@ def features_of(fields: dict[str, Any], language_model: Any) -> Features:
         fields={name: value for name, value in given.items() if name in known},
         delta=0 if delta is None else int(np.array(delta).reshape(-1)[0]),
     )
+
+
+def passed_on(inputs: dict[str, Any], language_model: Any) -> dict[str, Any]:
+    """Fields that the language model takes from the processor itself: where tokens of a picture see each
+    other, which those are."""
+    config = getattr(language_model, "config", None)
+    types = inputs.get("mm_token_type_ids", inputs.get("token_type_ids"))
+    if types is None or getattr(config, "use_bidirectional_attention", None) != "vision":
+        return {}
+    found = mx.array(np.array(types))
+    return {"mm_token_type_ids": found} if bool(mx.any((found == 1) | (found == 2)).item()) else {}
 
 
 def clear_state(language_model: Any) -> None:

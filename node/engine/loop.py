@@ -45,6 +45,7 @@ from mlx_mesh.node.engine.row_media import reads_alone
 from mlx_mesh.node.engine.sampler import FollowerSampler, LeaderSampler, RowProcessor
 from mlx_mesh.node.engine.scheduler import Held, Produced, Scheduler
 from mlx_mesh.node.engine.shard import NewCaches
+from mlx_mesh.node.engine.whole_prompts import WholePrompts
 
 RequestOf = Callable[[str], GenerateRequest]
 
@@ -103,7 +104,7 @@ class Generation:
         self.can_always_cut = can_always_cut(model)
         self._sampler = LeaderSampler(exchange) if is_leader else FollowerSampler(exchange)
         self._generator = BatchGenerator(
-            model,
+            WholePrompts(model) if reads_alone(model) else model,
             sampler=self._sampler,
             completion_batch_size=max_sequences,
             prefill_batch_size=1 if reads_alone(model) else min(MAX_PREFILL_ROWS, max_sequences),
@@ -122,9 +123,10 @@ class Generation:
 
     def prompt_tokens_after(self, plan: StepPlan) -> int:
         """The most prompt tokens that the step of `plan` may read."""
-        new = (len(admission.prompt_ids) - admission.num_reused for admission in plan.admit)
+        new = [len(one.prompt_ids) - one.num_reused for one in plan.admit if not one.features]
         left = [*self._prompt_left.values(), *new]
-        return sum(min(tokens, self._prefill_step_size) for tokens in left)
+        media = sum(len(one.prompt_ids) for one in plan.admit if one.features)  # may be read in one piece
+        return media + sum(min(tokens, self._prefill_step_size) for tokens in left)
 
     @property
     def kv_tokens(self) -> int:
@@ -338,7 +340,7 @@ class Leader:
 
     def _take(self, command: EngineCommand | GrammarReady, commands: CommandSource) -> None:
         match command:
-            case Submit(request=request) if request.media is not None:
+            case Submit(request=request) if request.media is not None or self._reads_whole(request):
                 self._unread.append(request)
             case Submit(request=request):
                 self._submit(request, commands)
@@ -367,8 +369,8 @@ class Leader:
         self._answer(answer)
 
     def _read_pictures(self, request: GenerateRequest, commands: CommandSource) -> None:
-        """Turn a prompt with pictures into one that the scheduler knows how to admit."""
-        assert request.media is not None
+        """Turn a prompt with media into one that the scheduler knows how to admit; or one of text alone,
+        where the model reads prompts in one piece."""
         # Said before the towers run: a file that ends engines is found by it.
         self._reporter.send(Tokens(step=self._reporter.step, chunks=(), admitted=(request.id,)))
         self._reporter.begin_media()
@@ -376,7 +378,11 @@ class Leader:
             if self._pictures is None:
                 raise PictureError("this model takes text only.")
             with mx.stream(self._generation.stream):
-                ids, keys, features = self._pictures.read(request.media)
+                if request.media is not None:
+                    ids, keys, features = self._pictures.read(request.media)
+                else:
+                    ids, keys = request.prompt_ids, ()
+                    features = self._pictures.read_text(ids)
         except PictureError as error:
             failed = RequestFailed(id=request.id, code=error.code, message=str(error), param=error.param)
             self._reporter.send(failed)
@@ -385,8 +391,20 @@ class Leader:
             self._reporter.end_media()
         features = dataclasses.replace(features, keys=keys)
         self._generation.features[request.id] = features
-        read = msgspec.structs.replace(request, prompt_ids=ids, prefix_keys=keys, media=None)
+        read = msgspec.structs.replace(
+            request,
+            prompt_ids=ids,
+            prefix_keys=keys,
+            media=None,
+            skip_prefix_cache=request.skip_prefix_cache or features.is_whole,
+        )
         self._submit(read, commands)
+
+    def _reads_whole(self, request: GenerateRequest) -> bool:
+        """A prompt that the scheduler refuses anyway is not looked at before."""
+        ids = request.prompt_ids
+        is_good = bool(ids) and 0 <= min(ids) <= max(ids) < (self._scheduler.vocab_size or 1)
+        return self._pictures is not None and self._pictures.reads_whole and is_good
 
     def _submit_with_grammar(self, request: GenerateRequest) -> None:
         assert self._grammars is not None

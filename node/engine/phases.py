@@ -21,6 +21,7 @@ from mlx_mesh.mesh.messages import (
 )
 from mlx_mesh.mesh.prefix_settings import PrefixCounters, limits_of
 from mlx_mesh.mesh.types import Phase, Sharding
+from mlx_mesh.mesh.whole_prompt import Widths, longest_in_one_piece
 from mlx_mesh.node.engine.commands import Commands
 from mlx_mesh.node.engine.failure import EngineError
 from mlx_mesh.node.engine.grammar import Grammars
@@ -35,6 +36,7 @@ from mlx_mesh.node.engine.scheduler import Scheduler
 from mlx_mesh.node.engine.shard import LoadedShard, check_cuts, load_shard
 from mlx_mesh.node.facts import check_same_model
 from mlx_mesh.node.hub import fetch_for_layers
+from mlx_mesh.node.vision import why_whole
 
 PREFILL_STEP_SIZE = {Sharding.NONE: 2048, Sharding.TENSOR: 2048, Sharding.PIPELINE: 512}
 """Tokens of one prefill chunk when Load does not say. A pipeline wants several chunks under way at once."""
@@ -168,7 +170,14 @@ def warm_up(
         pictures = None
         if shard.whole is not None:
             memo_bytes = command.kv.ranks[0].media_bytes if command.kv.ranks else MEDIA_BYTES
-            pictures = Pictures(Path(command.model), shard.whole, command.context_length, memo_bytes)
+            pictures = Pictures(
+                Path(command.model),
+                shard.whole,
+                command.context_length,
+                memo_bytes,
+                longest_whole=longest_in_one_piece(command.kv, Widths.of(shard.config)),
+                reads_whole=bool(why_whole(shard.config)),
+            )
         loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter, pictures)
     else:
         loop = _follower(config, channels, command, generation, reporter)

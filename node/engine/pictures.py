@@ -6,6 +6,7 @@ All of it runs on the engine's one MLX thread, between two steps: processors mak
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 from mlx_mesh.mesh.errors import MeshError, SettingsError
 from mlx_mesh.mesh.kv_budget import MEDIA_BYTES
 from mlx_mesh.mesh.messages import Media
-from mlx_mesh.node.engine.features import Features, clear_state, features_of
+from mlx_mesh.mesh.whole_prompt import LONGEST
+from mlx_mesh.node.engine.features import Features, clear_state, features_of, passed_on
 from mlx_mesh.node.engine.media_keys import Items, keys_of, runs_of, spread
 from mlx_mesh.node.engine.sounds import (
     READ_APART,
@@ -28,6 +30,7 @@ from mlx_mesh.node.engine.sounds import (
 from mlx_mesh.node.engine.tower_memo import TowerMemo
 from mlx_mesh.node.engine.videos import content_of, frames_of, joined, pixels_per_token
 from mlx_mesh.node.engine.vision_model import load_processor
+from mlx_mesh.node.engine.whole_prompts import has_no_chunks
 
 _MARK_NAMES = (
     "image_token_id",
@@ -76,13 +79,23 @@ class Pictures:
     """One model's processor and towers."""
 
     def __init__(
-        self, folder: Path, whole: Any, context_length: int = 0, memo_bytes: int = MEDIA_BYTES
+        self,
+        folder: Path,
+        whole: Any,
+        context_length: int = 0,
+        memo_bytes: int = MEDIA_BYTES,
+        *,
+        longest_whole: int = LONGEST,
+        reads_whole: bool = False,
     ) -> None:
         """`context_length` 0 = not known, and prompts may be of any length; `memo_bytes`: of the towers'
-        memory."""
+        memory; `longest_whole`: tokens of the longest prompt that may be read in one piece; `reads_whole`:
+        all prompts are, text alone as well."""
         self._folder = folder
         self._whole = whole
         self._context_length = context_length
+        self._longest_whole = longest_whole
+        self.reads_whole = reads_whole
         self.towers = TowerMemo(whole, memo_bytes)
         self._processor: Any = None
 
@@ -101,6 +114,25 @@ class Pictures:
             raise _error(media, f"The model cannot use {_named(media)}: {_first_line(error)}") from error
         finally:
             clear_state(self._whole.language_model)
+
+    def read_text(self, ids: tuple[int, ...]) -> Features:
+        """The features of a prompt of text alone that is read in one piece. Raises PictureError."""
+        self._check_whole(len(ids))
+        try:
+            clear_state(self._whole.language_model)
+            embedded = self._whole.get_input_embeddings(mx.array([list(ids)]), None)
+            features = features_of(embedded.to_dict(), self._whole.language_model)
+        finally:
+            clear_state(self._whole.language_model)
+        mx.eval([x for value in features.fields.values() for x in _arrays(value)])
+        return replace(features, is_whole=True, sees_ahead=True)
+
+    def _check_whole(self, num_tokens: int) -> None:
+        if num_tokens > self._longest_whole:
+            raise PromptTooLong(
+                f"The prompt has {num_tokens} tokens, and this model reads it in one piece: there is memory "
+                f"for {self._longest_whole}. Shorten it; or serve with more memory."
+            )
 
     def _embed(
         self, media: Media, inputs: dict[str, Any]
@@ -123,6 +155,10 @@ class Pictures:
         if "image_grid_thw" in inputs and "video_grid_thw" in inputs:
             merge = self._processor.image_processor.merge_size
             given, inputs = joined(ids, inputs, *(kind.marks for kind in kinds), merge=merge)
+        given_on = passed_on(inputs, self._whole.language_model)
+        is_whole = self.reads_whole or bool(given_on) or has_no_chunks(self._whole, given, inputs)
+        if is_whole:
+            self._check_whole(len(given))
         mask = inputs.pop("attention_mask", None)
         runs = runs_of(ids, self._marks(_AUDIO_MARK_NAMES))
         if self._whole.config.model_type in READ_APART and 1 < len(media.audios) == len(runs):
@@ -130,7 +166,8 @@ class Pictures:
         else:
             pixels = inputs.pop("pixel_values", None)
             embedded = self._whole.get_input_embeddings(mx.array([given]), pixels, mask=mask, **inputs)
-        features = features_of(embedded.to_dict(), self._whole.language_model)
+        features = features_of({**embedded.to_dict(), **given_on}, self._whole.language_model)
+        features = replace(features, is_whole=is_whole, sees_ahead=self.reads_whole)
         mx.eval([x for value in features.fields.values() for x in _arrays(value)])
         ids = spread(ids, features.length, frozenset().union(*(kind.marks for kind in kinds)))
         return tuple(ids), keys_of(ids, kinds, features), features

@@ -20,6 +20,7 @@ from mlx_mesh.node.engine.prefix_planner import Stored
 from mlx_mesh.node.engine.prefix_saving import Saving
 from mlx_mesh.node.engine.prefix_store import Cache, PrefixStore, begin_with, can_cut
 from mlx_mesh.node.engine.row_media import RowMedia
+from mlx_mesh.node.engine.whole_prompts import WholeRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,13 @@ class RowPrefixes:
         points = [point for point, _ in admission.checkpoints]
         if features is not None:
             options["caches"] = options.get("caches") or [make_prompt_cache(self._generator.model)]
-            options["caches"][0][-1].features = [features]
+            media = options["caches"][0][-1]
+            media.features = [features]
+            if features.is_whole:
+                media.whole = [WholeRow(tuple(prompt[: features.length]))]
             if num_reused < features.length < len(prompt):
-                points = sorted({*points, features.length})
+                ends = range(features.length, len(prompt) if features.sees_ahead else features.length + 1)
+                points = sorted({*points, *ends})
         edges = itertools.pairwise([num_reused, *points, len(prompt)])
         (uid,) = self._generator.insert_segments([[prompt[a:b] for a, b in edges]], **options)
         self._rows[uid] = _Row(admission.entry, num_reused, dict(admission.checkpoints))

@@ -20,11 +20,13 @@ def reads_alone(model: Any) -> bool:
 
 
 class RowMedia:
-    """One entry per row of the batch: how many tokens its caches have, and its prompt's features or None."""
+    """One entry per row of the batch: how many tokens its caches have, its prompt's features or None, and
+    what a prompt needs that is read whole (see whole_prompts) or None."""
 
     def __init__(self, features: Features | None = None) -> None:
         self.num_tokens = [0]
         self.features: list[Features | None] = [features]
+        self.whole: list[Any] = [None]
 
     @property
     def deltas(self) -> list[int]:
@@ -46,20 +48,24 @@ class RowMedia:
         merged = cls()
         merged.num_tokens = [number for part in parts for number in part.num_tokens]
         merged.features = [one for part in parts for one in part.features]
+        merged.whole = [one for part in parts for one in part.whole]
         return merged
 
     def extend(self, other: RowMedia) -> None:
         self.num_tokens = self.num_tokens + other.num_tokens
         self.features = self.features + other.features
+        self.whole = self.whole + other.whole
 
     def filter(self, keep: Any) -> None:
         rows = [int(row) for row in (keep.tolist() if hasattr(keep, "tolist") else keep)]
         self.num_tokens = [self.num_tokens[row] for row in rows]
         self.features = [self.features[row] for row in rows]
+        self.whole = [self.whole[row] for row in rows]
 
     def extract(self, row: int) -> RowMedia:
         alone = RowMedia(self.features[row])
         alone.num_tokens = [self.num_tokens[row]]
+        alone.whole = [self.whole[row]]
         return alone
 
     def prepare(self, **_: Any) -> None:

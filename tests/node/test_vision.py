@@ -44,8 +44,8 @@ def test_a_model_is_served_with_its_towers_when_it_has_some_and_it_is_allowed(
     ("config", "words"),
     [
         (SEEING | {"model_type": "nobody_knows"}, "no model of type 'nobody_knows'"),
-        (SEEING | {"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "looks ahead"),
-        (SEEING | {"model_type": "gemma3n"}, "depend on the chunks"),
+        (SEEING | {"model_type": "phi3_v"}, "negative token ids"),
+        (SEEING | {"model_type": "phi4mm"}, "weights of its layers"),
     ],
 )
 def test_what_is_not_possible_is_said_and_an_error_when_it_was_asked_for(
@@ -122,3 +122,21 @@ def test_a_model_takes_audio_when_its_family_does_and_it_has_the_part(
     assert tuple(kind for kind in taken if kind != "video") == kinds
     assert ("audio" in refusals) == bool(why) and why in refusals.get("audio", "")
     assert set(taken) | refusals.keys() == {"image", "audio", "video"}
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "is_whole", "is_alone"),
+    [
+        ("paligemma", "gemma", True, True),
+        ("paligemma", "gemma2", False, False),
+        ("gemma3n", "gemma3n_text", True, False),
+        ("gemma4", "gemma4_text", False, False),
+        ("mistral3", "ministral3", False, True),
+    ],
+)
+def test_what_reads_prompts_in_one_piece_and_what_has_one_row(
+    family: str, text: str, is_whole: bool, is_alone: bool
+) -> None:
+    config = SEEING | {"model_type": family, "text_config": {"model_type": text}}
+    assert vision.why_no_vision(config) == ""
+    assert (bool(vision.why_whole(config)), bool(vision.why_alone(config))) == (is_whole, is_alone)

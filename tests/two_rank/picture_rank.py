@@ -17,7 +17,6 @@ from mlx_mesh.mesh.messages import Connect
 from mlx_mesh.mesh.types import Backend
 from mlx_mesh.node.engine.certificate import certify
 from mlx_mesh.node.engine.feature_wire import decode_features, encode_features
-from mlx_mesh.node.engine.features import features_of
 from mlx_mesh.node.engine.group import form_group
 from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.loader import LazyModel
@@ -62,8 +61,7 @@ def main(rank: int, ports: list[str], folder: Path, families: list[str]) -> None
         legal = [cut for cut in range(1, trace.num_layers) if not trace.why_not(cut)]
         if rank == 0:
             logits, tokens = tiny_vlm.reference(whole, family, NUM_DECODED)
-            ids, embedded = tiny_vlm.embed(whole, family)
-            features = features_of(embedded.to_dict(), whole.language_model)
+            ids, features = tiny_vlm.features_in(whole, family, tiny_vlm.picture(family))
             (folder / f"{family}.features").write_bytes(encode_features(features))
             (folder / f"{family}.json").write_text(json.dumps({"ids": ids, "tokens": tokens}))
             expected[family] = logits
@@ -96,7 +94,7 @@ def main(rank: int, ports: list[str], folder: Path, families: list[str]) -> None
         asked = json.loads((folder / f"{family}.json").read_text())
         features = decode_features((folder / f"{family}.features").read_bytes())
         check_cuts(shard, group.exchange)
-        chunks = tiny_vlm.chunks_of(family, features.length)
+        chunks = tiny_vlm.chunks_of(features.length)
         outputs = tiny_vlm.forward(shard.model, asked["ids"], features, chunks, asked["tokens"])
         group.exchange.settle()
         if rank == 0:

@@ -12,7 +12,6 @@ import pytest
 
 from mlx_mesh.mesh.types import Placement
 from mlx_mesh.node.engine.certificate import certify
-from mlx_mesh.node.engine.features import features_of
 from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.shard import shard_model
@@ -55,9 +54,8 @@ def test_sounds_give_mlx_vlms_logits_over_every_split(
     asked = []
     for name, prompt in prompts(tiny_vlm, family).items():
         expected, tokens = tiny_vlm.reference(whole, family, NUM_DECODED, prompt=prompt)
-        ids, embedded = tiny_vlm.embed_prompt(whole, prompt)
-        features = features_of(embedded.to_dict(), whole.language_model)
-        chunks = [5, features.length - 6, 1]
+        ids, features = tiny_vlm.features_in(whole, family, prompt)
+        chunks = tiny_vlm.chunks_of(features.length)
         alone = tiny_vlm.forward(lazy.model, ids, features, chunks, tokens)
         assert tiny.gap(alone, expected) <= BOUND, name
         asked.append((name, ids, features, chunks, tokens, expected))

@@ -317,6 +317,13 @@ class ScriptedPictures:
 
     log: list[str]
     meanwhile: Callable[[], None] = lambda: None
+    reads_whole: bool = False
+
+    def read_text(self, ids: tuple[int, ...]) -> Features:
+        self.log.append("text")
+        if len(ids) > 6:
+            raise PromptTooLong("it is too long for one piece")
+        return Features(len(ids), {"inputs_embeds": mx.zeros((1, len(ids), 2))}, is_whole=True)
 
     def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
         self.log.append("towers")
@@ -382,6 +389,27 @@ def test_few_prompts_have_their_pictures_read_before_there_is_a_row_for_them(soc
     assert max(num_held) == READ_AHEAD  # one that runs, and one less that waits
     told = answers(stage)
     assert [told[f"{at}"][-1] for at in range(6)] == ["length"] * 6
+    assert not stage.generation.features
+
+
+@pytest.mark.parametrize("reads_whole", [False, True])
+def test_text_is_embedded_by_the_leader_where_prompts_are_read_in_one_piece(
+    sockets: Any, reads_whole: bool
+) -> None:
+    stage = make_stage(0, *sockets)
+    stage.leader._scheduler.vocab_size = 100
+    stage.leader._pictures = cast(Pictures, ScriptedPictures(stage.log, reads_whole=reads_whole))
+
+    def ask(request_id: str, *ids: int) -> Submit:
+        return Submit(request=GenerateRequest(id=request_id, prompt_ids=ids, max_tokens=2))
+
+    requests = ask("good", 1, 2), ask("unknown", 1, 100), ask("empty"), ask("long", *range(1, 9))
+    log = stage.run(*requests, StopEngine())
+    told = answers(stage)
+    assert told["good"][-1] == "length"
+    assert (told["unknown"], told["empty"]) == (["invalid_token"], ["empty_prompt"])
+    assert told["long"][-1] == ("context_length_exceeded" if reads_whole else "length")
+    assert log.count("text") == (2 if reads_whole else 0)
     assert not stage.generation.features
 
 

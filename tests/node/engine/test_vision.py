@@ -22,7 +22,6 @@ from mlx_mesh.node.vision import why_alone
 NUM_DECODED = 5
 NO_RUN = {
     "phi3_v": "its pictures have negative ids and 336 pixels a side, 300 million parameters",
-    "gemma3n": "its tower has 295 million parameters; it is refused, see the families that are never served",
 }
 QUICK = ("qwen2_vl", "qwen3_vl", "gemma4", "glm4v", "llava_next", "mllama")
 """Positions; features added between layers; inputs per layer; positions left on the model; more embeddings
@@ -61,10 +60,9 @@ def test_a_picture_gives_mlx_vlms_logits_over_every_split(
 ) -> None:
     whole, lazy = lazy_of(tiny_vlm, family)
     expected, tokens = tiny_vlm.reference(whole, family, NUM_DECODED)
-    ids, embedded = tiny_vlm.embed(whole, family)
-    features = features_of(embedded.to_dict(), whole.language_model)
+    ids, features = tiny_vlm.features_in(whole, family, tiny_vlm.picture(family))
 
-    alone = tiny_vlm.forward(lazy.model, ids, features, tiny_vlm.chunks_of(family, features.length), tokens)
+    alone = tiny_vlm.forward(lazy.model, ids, features, tiny_vlm.chunks_of(features.length), tokens)
     assert tiny.gap(alone, expected) <= BOUND
 
     proposal = certify(lazy, trace_model(lazy.model)).proposal
@@ -79,7 +77,7 @@ def test_a_picture_gives_mlx_vlms_logits_over_every_split(
             part = shard_model(
                 mine, placement, rank, exchange, tiny.ignore_progress, proposal=units, trace=trace
             ).model
-            return tiny_vlm.forward(part, ids, features, tiny_vlm.chunks_of(family, features.length), tokens)
+            return tiny_vlm.forward(part, ids, features, tiny_vlm.chunks_of(features.length), tokens)
 
         logits = simulator.Simulator(placement.world_size).run(body)[0]
         assert tiny.gap(logits, expected) <= BOUND, name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm import utils
+
+from mlx_mesh.node.engine.features import Features, features_of, passed_on
+from mlx_mesh.node.engine.whole_prompts import WholePrompts, WholeRow
+from mlx_mesh.node.vision import why_whole
 
 
 def _configs(name: str) -> dict[str, dict[str, Any]]:
@@ -24,8 +29,6 @@ HEARING = _configs("tiny_audio_configs.json")
 
 CONFIGS = _configs("tiny_vlm_configs.json") | HEARING
 """One small config per family; what follows a # is a variant."""
-
-READ_WHOLE = ("paligemma",)  # looks ahead within the prompt: a chunk would not see what follows
 
 PICTURE = 990
 """The id that stands for a picture's tokens in all these configs."""
@@ -132,7 +135,9 @@ def picture(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
             "cross_attention_mask": mx.ones((1, len(ids), 1, 4)),
         }
     if name == "gemma4":
-        return prompt(4), {"pixel_values": noise(1, 3, 16, 16)}
+        ids = prompt(4)
+        types = mx.array([[int(token == PICTURE) for token in ids]])
+        return ids, {"pixel_values": noise(1, 3, 16, 16), "mm_token_type_ids": types}
     if name == "gemma3n":
         return prompt(256), {"pixel_values": noise(1, 3, 256, 256)}
     if name == "deepseek_vl_v2":
@@ -266,6 +271,7 @@ def reference(
 
     ids, embedded = embed_prompt(model, prompt or picture(family, seed))
     fields = {k: v for k, v in embedded.to_dict().items() if v is not None and k != "inputs_embeds"}
+    fields |= passed_on((prompt or picture(family, seed))[1], model.language_model)
     cache = make_prompt_cache(model.language_model)
     out = model.language_model(mx.array([ids]), inputs_embeds=embedded.inputs_embeds, cache=cache, **fields)
     logits, tokens = [out.logits[:, -1]], []
@@ -282,9 +288,19 @@ def reference(
     return logits, tokens
 
 
-def chunks_of(family: str, length: int) -> list[int]:
+def features_in(model: Any, family: str, prompt: Prompt) -> tuple[list[int], Features]:
+    """Prompt ids and what the leader makes of them."""
+    ids, embedded = embed_prompt(model, prompt)
+    given_on = passed_on(prompt[1], model.language_model)
+    features = features_of({**embedded.to_dict(), **given_on}, model.language_model)
+    reads_whole = bool(why_whole(CONFIGS[family]))
+    is_whole = reads_whole or bool(given_on)
+    return ids, replace(features, is_whole=is_whole, sees_ahead=reads_whole)
+
+
+def chunks_of(length: int) -> list[int]:
     """A chunk that ends inside the picture, the rest, and the last token as the generator takes it."""
-    return [length] if family in READ_WHOLE else [5, length - 6, 1]
+    return [5, length - 6, 1]
 
 
 def forward(part: Any, ids: list[int], features: Any, chunks: list[int], tokens: list[int]) -> list[Any]:
@@ -292,6 +308,9 @@ def forward(part: Any, ids: list[int], features: Any, chunks: list[int], tokens:
     cache = part.make_cache()
     cache[-1].features = [features]
     ids = (ids + ids[-1:] * features.length)[: features.length]
+    if features.is_whole:
+        cache[-1].whole = [WholeRow(tuple(ids))]
+    part = WholePrompts(part)
     logits, at = [], 0
     for size in chunks:
         last = part(mx.array([ids[at : at + size]]), cache=cache)[:, -1]
@@ -326,7 +345,7 @@ def generate(part: Any, prompts: dict[str, tuple[list[int], Any]], num_tokens: i
     """Greedy tokens of prompts that come one after the other into one batch: name -> (ids, features)."""
     from mlx_lm.generate import BatchGenerator
 
-    generator = BatchGenerator(part, prefill_batch_size=1, prefill_step_size=8)
+    generator = BatchGenerator(WholePrompts(part), prefill_batch_size=1, prefill_step_size=8)
     names: dict[int, str] = {}
     tokens: dict[str, list[int]] = {name: [] for name in prompts}
     waiting = list(prompts)
@@ -338,6 +357,8 @@ def generate(part: Any, prompts: dict[str, tuple[list[int], Any]], num_tokens: i
             if features is not None:
                 cache[-1].features = [features]
                 ids = (ids + ids[-1:] * features.length)[: features.length]
+                if features.is_whole:
+                    cache[-1].whole = [WholeRow(tuple(ids))]
             (uid,) = generator.insert([list(ids)], max_tokens=[num_tokens], caches=[cache])
             names[uid] = name
         for response in generator.next()[1]:
@@ -348,11 +369,15 @@ def generate(part: Any, prompts: dict[str, tuple[list[int], Any]], num_tokens: i
 
 def prompts_of(model: Any, family: str) -> dict[str, tuple[list[int], Any]]:
     """Two with a picture, two of text alone."""
-    from mlx_mesh.node.engine.features import features_of
-
-    found: dict[str, tuple[list[int], Any]] = {"short text": ([(31 * i + 7) % 900 for i in range(9)], None)}
+    found: dict[str, tuple[list[int], Any]] = {
+        "short text": text_in(model, family, [(31 * i + 7) % 900 for i in range(9)])
+    }
     for seed in (1, 2):
-        ids, embedded = embed(model, family, seed)
-        found[f"picture {seed}"] = (ids, features_of(embedded.to_dict(), model.language_model))
-    found["long text"] = ([(17 * i + 3) % 900 for i in range(30)], None)
+        found[f"picture {seed}"] = features_in(model, family, picture(family, seed))
+    found["long text"] = text_in(model, family, [(17 * i + 3) % 900 for i in range(30)])
     return found
+
+
+def text_in(model: Any, family: str, ids: list[int]) -> tuple[list[int], Any]:
+    """A prompt of text alone: it has features where prompts are read in one piece."""
+    return features_in(model, family, (ids, {})) if why_whole(CONFIGS[family]) else (ids, None)
