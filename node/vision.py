@@ -56,6 +56,20 @@ NO_AUDIO = {
 TOWERS = {"qwen3_omni_moe": "thinker_config.vision_config"}
 """Families without a `vision_config`: what in their config describes their vision tower."""
 
+VIDEO = {
+    "gemma4": "video_token_id",
+    "llava_onevision": "",
+    "minicpmv4_6": "",
+    "qwen2_vl": "",
+    "qwen2_5_vl": "",
+    "qwen3_vl": "",
+    "qwen3_vl_moe": "",
+    "qwen3_5": "",
+    "qwen3_5_moe": "",
+}
+"""mlx-vlm's families that make embeddings of videos, and what their config must say for it. Others have a
+processor or a model that takes videos, and drop them without a word (glm4v, glm4v_moe)."""
+
 
 def why_alone(config: dict[str, Any]) -> str:
     """Why a vision model serves one sequence at a time; '' when it serves many."""
@@ -147,8 +161,12 @@ def why_no_audio(config: dict[str, Any]) -> str:
 
 def why_no_video(config: dict[str, Any]) -> str:
     """Why a model that is served with its towers takes no video; '' when it does."""
-    del config
-    return "video is not supported here"
+    kind = family_of(config)
+    if kind not in VIDEO:
+        return f"models of type {kind!r} have no input for video in mlx-vlm"
+    if VIDEO[kind] and not isinstance(config.get(VIDEO[kind]), int):
+        return f"its config names no {VIDEO[kind]}"
+    return why_no_image(config)
 
 
 def choose_vision(folder: Path, mode: VisionMode, *, has_adapter: bool = False) -> tuple[bool, str]:

@@ -154,7 +154,7 @@ class Pictures:
         given = ids
         if "image_grid_thw" in inputs and "video_grid_thw" in inputs:
             merge = self._processor.image_processor.merge_size
-            given, inputs = joined(ids, inputs, *(kind.marks for kind in kinds), merge=merge)
+            given, inputs = joined(ids, inputs, marks, self._marks(_VIDEO_MARK_NAMES), merge=merge)
         given_on = passed_on(inputs, self._whole.language_model)
         is_whole = self.reads_whole or bool(given_on) or has_no_chunks(self._whole, given, inputs)
         if is_whole:

@@ -140,3 +140,17 @@ def test_what_reads_prompts_in_one_piece_and_what_has_one_row(
     config = SEEING | {"model_type": family, "text_config": {"model_type": text}}
     assert vision.why_no_vision(config) == ""
     assert (bool(vision.why_whole(config)), bool(vision.why_alone(config))) == (is_whole, is_alone)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (SEEING, ""),
+        (SEEING | {"model_type": "gemma4", "video_token_id": 991}, ""),
+        (SEEING | {"model_type": "gemma4"}, "its config names no video_token_id"),
+        (SEEING | {"model_type": "glm4v"}, "type 'glm4v' have no input for video"),
+    ],
+)
+def test_video_is_taken_where_mlx_vlm_makes_something_of_it(config: dict[str, Any], words: str) -> None:
+    why = vision.why_no_video(config)
+    assert words in why and bool(words) == bool(why)

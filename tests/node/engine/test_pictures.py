@@ -220,7 +220,7 @@ def test_a_model_whose_processor_cannot_be_loaded_takes_text_only_and_says_why(
     def fail(*_: Any, **__: Any) -> Any:
         raise ImportError("Qwen2VLVideoProcessor requires the Torchvision library.")
 
-    assert inspect.measure_folder(tiny_vlm_folder, "").media == ("image",)
+    assert inspect.measure_folder(tiny_vlm_folder, "").media == ("image", "video")
     monkeypatch.setattr("mlx_vlm.utils.load_processor", fail)
     footprint = inspect.measure_folder(tiny_vlm_folder, "")
     assert footprint.media == () and footprint.tower_bytes == 0
@@ -236,13 +236,15 @@ def test_a_processor_that_was_lacking_is_looked_for_again_and_found_without_the_
     with monkeypatch.context() as lacking:
         lacking.setattr(inspect, "_processor_problem", lambda _: "PyTorch is not there")
         assert inspect.kept_footprint(str(tiny_vlm_folder)).media == ()
-    assert inspect.kept_footprint(str(tiny_vlm_folder)).media == ("image",)
+    assert inspect.kept_footprint(str(tiny_vlm_folder)).media == ("image", "video")
     assert len(list(tmp_path.rglob("*.json"))) == 1
     program = [sys.executable, "-I", "-m", "mlx_mesh.node.engine.inspect", str(tiny_vlm_folder)]
     told = subprocess.run(
         program, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, check=True
     )
-    assert b'"media":["image"]' in told.stdout  # a process that has not loaded the family's module before
+    assert (
+        b'"media":["image","video"]' in told.stdout
+    )  # a process that has not loaded the family's module before
 
 
 def test_the_plan_counts_towers_and_embedding_where_they_are_read(tiny_vlm_folder: Path) -> None:

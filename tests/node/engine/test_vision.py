@@ -17,7 +17,7 @@ from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.loader import LazyModel
 from mlx_mesh.node.engine.shard import shard_model
 from mlx_mesh.node.engine.trace import trace_model
-from mlx_mesh.node.vision import why_alone
+from mlx_mesh.node.vision import VIDEO, why_alone
 
 NUM_DECODED = 5
 NO_RUN = {
@@ -26,6 +26,8 @@ NO_RUN = {
 QUICK = ("qwen2_vl", "qwen3_vl", "gemma4", "glm4v", "llava_next", "mllama")
 """Positions; features added between layers; inputs per layer; positions left on the model; more embeddings
 than ids; states that every step reads."""
+QUICK_VIDEO = ("qwen3_vl_moe", "both")
+"""Patches of both kinds in one pass, positions, features added between layers, and words between frames."""
 BOUND = 1e-5
 
 
@@ -54,13 +56,36 @@ def families() -> list[Any]:
     ]
 
 
+def with_videos() -> list[Any]:
+    """Family and what is shown: a video, or a picture beside it."""
+    return [
+        pytest.param(name, kind, marks=[] if (name, kind) == QUICK_VIDEO else [pytest.mark.long])
+        for name in VIDEO
+        for kind in ("video", "both")
+    ]
+
+
 @pytest.mark.parametrize("family", families())
 def test_a_picture_gives_mlx_vlms_logits_over_every_split(
     tiny: ModuleType, tiny_vlm: ModuleType, simulator: ModuleType, family: str
 ) -> None:
+    check_every_split(tiny, tiny_vlm, simulator, family, "picture")
+
+
+@pytest.mark.parametrize(("family", "kind"), with_videos())
+def test_a_video_gives_mlx_vlms_logits_over_every_split(
+    tiny: ModuleType, tiny_vlm: ModuleType, simulator: ModuleType, family: str, kind: str
+) -> None:
+    check_every_split(tiny, tiny_vlm, simulator, family, kind)
+
+
+def check_every_split(
+    tiny: ModuleType, tiny_vlm: ModuleType, simulator: ModuleType, family: str, kind: str
+) -> None:
     whole, lazy = lazy_of(tiny_vlm, family)
-    expected, tokens = tiny_vlm.reference(whole, family, NUM_DECODED)
-    ids, features = tiny_vlm.features_in(whole, family, tiny_vlm.picture(family))
+    prompt = tiny_vlm.SHOWN[kind](family)
+    expected, tokens = tiny_vlm.reference(whole, family, NUM_DECODED, prompt=prompt)
+    ids, features = tiny_vlm.features_in(whole, family, prompt)
 
     alone = tiny_vlm.forward(lazy.model, ids, features, tiny_vlm.chunks_of(features.length), tokens)
     assert tiny.gap(alone, expected) <= BOUND
@@ -100,6 +125,25 @@ def test_rows_of_pictures_and_text_share_a_batch_or_come_one_by_one(
         assert alone[f"picture {seed}"] == expected, seed
     if not is_alone:
         assert tiny_vlm.generate(part, prompts, 12) == alone
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long) for name in VIDEO])
+def test_rows_of_videos_pictures_and_text_share_a_batch(tiny_vlm: ModuleType, family: str) -> None:
+    whole = tiny_vlm.build(family)
+    part = LanguagePart(whole.language_model)
+    shown = (("video", 1), ("picture", 1), ("both", 2), ("video", 2))
+
+    def expected(kind: str, seed: int) -> list[int]:
+        tokens: list[int] = tiny_vlm.reference(whole, family, 12, prompt=tiny_vlm.SHOWN[kind](family, seed))[
+            1
+        ]
+        return tokens
+
+    prompts = tiny_vlm.prompts_of(whole, family, shown)
+    alone = {name: tiny_vlm.generate(part, {name: prompt}, 12)[name] for name, prompt in prompts.items()}
+    for kind, seed in shown:
+        assert alone[f"{kind} {seed}"] == expected(kind, seed), kind
+    assert tiny_vlm.generate(part, prompts, 12) == alone
 
 
 def test_a_field_that_no_rule_cuts_is_an_error_that_names_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm import utils
 
 from mlx_mesh.node.engine.features import Features, features_of, passed_on
+from mlx_mesh.node.engine.videos import joined
 from mlx_mesh.node.engine.whole_prompts import WholePrompts, WholeRow
 from mlx_mesh.node.vision import why_whole
 
@@ -30,8 +31,11 @@ HEARING = _configs("tiny_audio_configs.json")
 CONFIGS = _configs("tiny_vlm_configs.json") | HEARING
 """One small config per family; what follows a # is a variant."""
 
-PICTURE = 990
-"""The id that stands for a picture's tokens in all these configs."""
+PICTURE, VIDEO = 990, 991
+"""The ids that stand for a picture's and a video's tokens in all these configs."""
+
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+"""Families that cut pictures into patches, with a grid for each."""
 
 
 def build(family: str) -> Any:
@@ -77,16 +81,7 @@ def picture(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
         marks = [PICTURE] * num_pictures_tokens
         return [*marks, *text] if first else [5, 6, 992, *marks, 993, *text]
 
-    if name in (
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "glm4v",
-        "glm4v_moe",
-    ):
+    if name in GRIDS:
         return prompt(6), {"pixel_values": noise(24, 96), "image_grid_thw": mx.array([[1, 4, 6]])}
     if name in ("gemma3", "internvl", "internvl_chat", "aya_vision", "llama4"):
         ids = prompt(4)
@@ -147,6 +142,9 @@ def picture(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
             "images_spatial_crop": mx.array([[[1, 1], [0, 0]]]),
             "images_seq_mask": mx.array([[token == PICTURE for token in ids]]),
         }
+    if name == "llava_onevision":
+        sizes = mx.array([[32, 32]])
+        return prompt(36), {"pixel_values": noise(1, 2, 3, 32, 32), "image_sizes": sizes}
     raise KeyError(family)
 
 
@@ -249,11 +247,89 @@ Prompt = tuple[list[int], dict[str, Any]]
 
 
 def embed_prompt(model: Any, prompt: Prompt) -> tuple[list[int], Any]:
-    """As `embed`, of any prompt and inputs."""
+    """As `embed`, of any prompt and inputs. Where a model reads pictures or videos but not both, by its
+    towers and positions."""
     ids, inputs = prompt
+    if _has_grids_of_both(inputs) and model.config.model_type != "qwen3_vl":
+        return ids, _embed_apart(model, ids, inputs)
     pixels = inputs.get("pixel_values")
     others = {name: value for name, value in inputs.items() if name != "pixel_values"}
     return ids, model.get_input_embeddings(mx.array([ids]), pixels, **others)
+
+
+def video(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
+    """As `picture`, with a video of two frames, or of two pairs of frames."""
+    mx.random.seed(100 + seed)
+    text = [(29 * i + 17 + seed) % 900 for i in range(11)]
+    frame = [992, *([VIDEO] * (4 if family == "gemma4" else 6)), 993]
+    if family in GRIDS:
+        ids = [7, 8, 992, *([VIDEO] * 12), 993, *text]
+        if family.startswith("qwen3"):  # with words between that say when
+            ids = [7, 8, 31, *frame, 47, *frame, *text]
+        return ids, {
+            "pixel_values_videos": mx.random.normal((48, 96)),
+            "video_grid_thw": mx.array([[2, 4, 6]]),
+        }
+    if family == "gemma4":
+        places = mx.array([[[x, y] for y in range(4) for x in range(4)]] * 2)
+        return [7, 31, *frame, 47, *frame, *text], {
+            "pixel_values_videos": mx.random.normal((1, 2, 16, 48)),
+            "video_position_ids": places[None],
+        }
+    if family == "minicpmv4_6":
+        return [7, 992, VIDEO, 993, 992, VIDEO, 993, *text], {
+            "pixel_values": [[mx.random.normal((3, 8, 128)) for _ in range(2)]],
+            "tgt_sizes": [[[4, 4], [4, 4]]],
+            "image_bound": [[[2, 3], [5, 6]]],
+        }
+    if family == "llava_onevision":
+        return [7, *([VIDEO] * 9), *text], {"pixel_values_videos": mx.random.normal((1, 2, 3, 32, 32))}
+    raise KeyError(family)
+
+
+def both(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
+    """As `picture`, with a video and behind it a picture."""
+    ids, inputs = video(family, seed)
+    more, others = picture(family, seed)
+    if family == "minicpmv4_6":
+        others["image_bound"] = [[[len(ids) + at for at in bound] for bound in others["image_bound"][0]]]
+        return [*ids, *more], {name: [[*inputs[name][0], *others[name][0]]] for name in inputs}
+    return [*ids, *more], inputs | others
+
+
+SHOWN = {"picture": picture, "video": video, "both": both}
+
+
+def _has_grids_of_both(inputs: dict[str, Any]) -> bool:
+    return "image_grid_thw" in inputs and "video_grid_thw" in inputs
+
+
+def _embed_apart(model: Any, ids: list[int], inputs: dict[str, Any]) -> Any:
+    from mlx_vlm.models.base import InputEmbeddingsFeatures
+
+    part = model.language_model
+    embeds, deep = np.array(part.model.embed_tokens(mx.array([ids]))), []
+    for mark, pixels, grid in (
+        (VIDEO, inputs["pixel_values_videos"], inputs["video_grid_thw"]),
+        (PICTURE, inputs["pixel_values"], inputs["image_grid_thw"]),
+    ):
+        seen = model.vision_tower(pixels, grid)
+        if isinstance(seen, tuple):
+            seen, layers = seen
+            deep.append(layers)
+        embeds[0, np.array(ids) == mark] = np.array(seen)
+    positions, delta = part.get_rope_index(
+        mx.array([ids]), inputs["image_grid_thw"], inputs["video_grid_thw"]
+    )
+    return InputEmbeddingsFeatures(
+        inputs_embeds=mx.array(embeds),
+        position_ids=positions,
+        rope_deltas=delta,
+        visual_pos_masks=mx.array([[token in (PICTURE, VIDEO) for token in ids]])
+        if deep and deep[0]
+        else None,
+        deepstack_visual_embeds=[mx.concatenate(pair) for pair in zip(*deep, strict=True)] or None,
+    )
 
 
 def embed(model: Any, family: str, seed: int = 1) -> tuple[list[int], Any]:
@@ -262,7 +338,11 @@ def embed(model: Any, family: str, seed: int = 1) -> tuple[list[int], Any]:
 
 
 def reference(
-    model: Any, family: str, num_decoded: int, seed: int = 1, prompt: Prompt | None = None
+    model: Any,
+    family: str,
+    num_decoded: int,
+    seed: int = 1,
+    prompt: Prompt | None = None,
 ) -> tuple[list[Any], list[int]]:
     """Logits (1, vocabulary) of the last prompt token and of each decoded one, and the greedy tokens: as
     mlx-vlm's own generation does it, on one process and with all its state. `prompt`: another than the
@@ -290,8 +370,13 @@ def reference(
 
 def features_in(model: Any, family: str, prompt: Prompt) -> tuple[list[int], Features]:
     """Prompt ids and what the leader makes of them."""
-    ids, embedded = embed_prompt(model, prompt)
-    given_on = passed_on(prompt[1], model.language_model)
+    ids, inputs = prompt
+    if _has_grids_of_both(inputs):
+        given, inputs = joined(ids, inputs, frozenset({PICTURE}), frozenset({VIDEO}), merge=2)
+        _, embedded = embed_prompt(model, (given, inputs))
+    else:
+        _, embedded = embed_prompt(model, prompt)
+    given_on = passed_on(inputs, model.language_model)
     features = features_of({**embedded.to_dict(), **given_on}, model.language_model)
     reads_whole = bool(why_whole(CONFIGS[family]))
     is_whole = reads_whole or bool(given_on)
@@ -367,13 +452,15 @@ def generate(part: Any, prompts: dict[str, tuple[list[int], Any]], num_tokens: i
     return tokens
 
 
-def prompts_of(model: Any, family: str) -> dict[str, tuple[list[int], Any]]:
-    """Two with a picture, two of text alone."""
+def prompts_of(
+    model: Any, family: str, shown: Sequence[tuple[str, int]] = (("picture", 1), ("picture", 2))
+) -> dict[str, tuple[list[int], Any]]:
+    """One for each of `shown`, a kind and its seed; before and behind them one of text alone."""
     found: dict[str, tuple[list[int], Any]] = {
         "short text": text_in(model, family, [(31 * i + 7) % 900 for i in range(9)])
     }
-    for seed in (1, 2):
-        found[f"picture {seed}"] = features_in(model, family, picture(family, seed))
+    for kind, seed in shown:
+        found[f"{kind} {seed}"] = features_in(model, family, SHOWN[kind](family, seed))
     found["long text"] = text_in(model, family, [(17 * i + 3) % 900 for i in range(30)])
     return found
 
