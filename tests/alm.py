@@ -135,7 +135,7 @@ def save(folder: Path, **text: Any) -> Path:
         "processor_config.json": {
             "processor_class": "Gemma4Processor",
             "image_processor": {"patch_size": 4, "max_soft_tokens": 4, "pooling_kernel_size": 2},
-            "feature_extractor": {"sampling_rate": RATE, "feature_size": 128},
+            "feature_extractor": {"sampling_rate": RATE, "feature_size": 128, "fft_overdrive": True},
             "audio_seq_length": 100,
             "audio_ms_per_token": 40,
         },

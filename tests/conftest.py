@@ -314,3 +314,16 @@ def tiny_vlm_folder(vlm: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
     """The folder of a random float32 vision model that can be served."""
     folder: Path = vlm.save(tmp_path_factory.mktemp("tiny-vlm"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def alm() -> ModuleType:
+    """See alm.py: a tiny model that hears and sees, sounds and prompts for it."""
+    return load_module(ROOT / "tests" / "alm.py")
+
+
+@pytest.fixture(scope="session")
+def tiny_alm_folder(alm: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random float32 model that hears and sees, and can be served."""
+    folder: Path = alm.save(tmp_path_factory.mktemp("tiny-alm"))
+    return folder
