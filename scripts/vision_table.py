@@ -2,7 +2,8 @@
 
 Each family runs in a process of its own with a limit. Ranks are simulated inside it; the other ranks' towers
 are poisoned. A prompt with a picture is read in chunks that end inside the picture, then five tokens are
-decoded; then prompts of pictures and of text share a batch.
+decoded; the same with a video, and with a video and a picture, where the family takes videos; then prompts of
+pictures, videos and text share a batch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +45,7 @@ def try_family(family: str) -> dict[str, str]:
     from mlx_mesh.node.engine.loader import LazyModel
     from mlx_mesh.node.engine.shard import shard_model
     from mlx_mesh.node.engine.trace import trace_model
-    from mlx_mesh.node.vision import why_alone
+    from mlx_mesh.node.vision import why_alone, why_no_video
 
     tiny, tiny_vlm, simulator = load("tiny"), load("tiny_vlm"), load("simulator")
     refusal = tiny_vlm.refusal(family)
@@ -57,44 +59,58 @@ def try_family(family: str) -> dict[str, str]:
         )
 
     whole, lazy = opened()
-    expected, tokens = tiny_vlm.reference(whole, family, 5)
-    ids, features = tiny_vlm.features_in(whole, family, tiny_vlm.picture(family))
-    chunks = tiny_vlm.chunks_of(features.length)
     trace = trace_model(lazy.model)
     legal = [cut for cut in range(1, trace.num_layers) if not trace.why_not(cut)]
     proposal = certify(lazy, trace).proposal
-    row = {"alone": cell(tiny.gap(tiny_vlm.forward(lazy.model, ids, features, chunks, tokens), expected))}
-    for name, placement in {
+    plans = {
         "pipeline 2": tiny.stages(trace.num_layers, [legal[len(legal) // 2]]),
         "pipeline 3": tiny.stages(trace.num_layers, [legal[0], legal[-1]]),
         "tensor 2": tiny.slices(trace.num_layers, [1, 1]),
-    }.items():
+    }
 
-        def body(rank: int, exchange: Any, name: str = name, placement: Any = placement) -> Any:
-            own, mine = opened()
-            if rank:
-                tiny_vlm.poison_tower(own)
-            units = proposal if name == "tensor 2" else None
-            shard = shard_model(
-                mine,
-                placement,
-                rank,
-                exchange,
-                tiny.ignore_progress,
-                proposal=units,
-                trace=trace_model(mine.model),
-            )
-            return tiny_vlm.forward(shard.model, ids, features, chunks, tokens)
+    def gaps_of(prompt: Any) -> dict[str, float]:
+        """By plan; infinite when the tokens are others."""
+        expected, tokens = tiny_vlm.reference(whole, family, 5, prompt=prompt)
+        ids, features = tiny_vlm.features_in(whole, family, prompt)
+        chunks = tiny_vlm.chunks_of(features.length)
+        gaps = {
+            "alone": float(tiny.gap(tiny_vlm.forward(lazy.model, ids, features, chunks, tokens), expected))
+        }
+        for name, placement in plans.items():
 
-        logits = simulator.Simulator(placement.world_size).run(body)[0]
-        same = [int(mx.argmax(one).item()) for one in logits[:-1]] == tokens
-        row[name] = cell(tiny.gap(logits, expected)) if same else "**other tokens**"
+            def body(rank: int, exchange: Any, name: str = name, placement: Any = placement) -> Any:
+                own, mine = opened()
+                if rank:
+                    tiny_vlm.poison_tower(own)
+                shard = shard_model(
+                    mine,
+                    placement,
+                    rank,
+                    exchange,
+                    tiny.ignore_progress,
+                    proposal=proposal if name == "tensor 2" else None,
+                    trace=trace_model(mine.model),
+                )
+                return tiny_vlm.forward(shard.model, ids, features, chunks, tokens)
+
+            logits = simulator.Simulator(placement.world_size).run(body)[0]
+            same = [int(mx.argmax(one).item()) for one in logits[:-1]] == tokens
+            gaps[name] = float(tiny.gap(logits, expected)) if same else math.inf
+        return gaps
+
+    row = {name: cell(gap) for name, gap in gaps_of(tiny_vlm.picture(family)).items()}
+    shown = [("picture", 1), ("picture", 2)]
+    row["video"] = ""
+    if not why_no_video(tiny_vlm.CONFIGS[family]):
+        prompts = [tiny_vlm.SHOWN[kind](family) for kind in ("video", "both")]
+        row["video"] = cell(max(gap for prompt in prompts for gap in gaps_of(prompt).values()))
+        shown += [("video", 1), ("both", 2)]
     alone = why_alone(tiny_vlm.CONFIGS[family])
     if alone:
         row["rows"] = f"one at a time: {alone}"
     else:
         part = LanguagePart(whole.language_model)
-        prompts = tiny_vlm.prompts_of(whole, family)
+        prompts = tiny_vlm.prompts_of(whole, family, shown)
         single = {name: tiny_vlm.generate(part, {name: one}, 12)[name] for name, one in prompts.items()}
         row["rows"] = "batched" if tiny_vlm.generate(part, prompts, 12) == single else "**differ in a batch**"
     return row
@@ -103,10 +119,12 @@ def try_family(family: str) -> dict[str, str]:
 def cell(gap: float) -> str:
     if gap == 0:
         return "exact"
+    if math.isinf(gap):
+        return "**other tokens**"
     return f"{gap:.0e}" if gap <= BOUND else f"**{gap:.0e}**"
 
 
-COLUMNS = ("alone", "pipeline 2", "pipeline 3", "tensor 2", "rows")
+COLUMNS = ("alone", "pipeline 2", "pipeline 3", "tensor 2", "video", "rows")
 
 
 def main() -> int:

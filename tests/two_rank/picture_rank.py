@@ -1,4 +1,5 @@
 """One rank of a real ring of tiny vision models: `picture_rank.py RANK PORT,PORT,... FOLDER FAMILY,...`.
+A family may be followed by what its prompt shows, like "qwen2_vl:video"; otherwise it is a picture.
 
 Rank 0 has the towers: it runs each model whole, and writes what the language part needs of the picture to
 FOLDER, in the form in which it travels. The other ranks' towers are poisoned. All say "ready" and wait for a
@@ -54,17 +55,19 @@ def main(rank: int, ports: list[str], folder: Path, families: list[str]) -> None
         )
 
     tries, expected = [], {}
-    for family in families:
+    for name in families:
+        family, _, kind = name.partition(":")
         whole, lazy = opened(family)
         trace = trace_model(lazy.model)
         proposal = certify(lazy, trace).proposal
         legal = [cut for cut in range(1, trace.num_layers) if not trace.why_not(cut)]
         if rank == 0:
-            logits, tokens = tiny_vlm.reference(whole, family, NUM_DECODED)
-            ids, features = tiny_vlm.features_in(whole, family, tiny_vlm.picture(family))
-            (folder / f"{family}.features").write_bytes(encode_features(features))
-            (folder / f"{family}.json").write_text(json.dumps({"ids": ids, "tokens": tokens}))
-            expected[family] = logits
+            prompt = tiny_vlm.SHOWN[kind or "picture"](family)
+            logits, tokens = tiny_vlm.reference(whole, family, NUM_DECODED, prompt=prompt)
+            ids, features = tiny_vlm.features_in(whole, family, prompt)
+            (folder / f"{name}.features").write_bytes(encode_features(features))
+            (folder / f"{name}.json").write_text(json.dumps({"ids": ids, "tokens": tokens}))
+            expected[name] = logits
         plans = {
             "pipeline": tiny.stages(
                 trace.num_layers, [legal[0]] if len(ports) == 2 else [legal[0], legal[-1]]
@@ -73,11 +76,11 @@ def main(rank: int, ports: list[str], folder: Path, families: list[str]) -> None
         }
         if not proposal.for_ranks(len(ports)):
             del plans["tensor"]
-        for name, placement in plans.items():
+        for plan, placement in plans.items():
             own, mine = opened(family)
             if rank:
                 tiny_vlm.poison_tower(own)
-            units = proposal if name == "tensor" else None
+            units = proposal if plan == "tensor" else None
             shard = shard_model(
                 mine,
                 placement,
@@ -87,19 +90,19 @@ def main(rank: int, ports: list[str], folder: Path, families: list[str]) -> None
                 proposal=units,
                 trace=trace_model(mine.model),
             )
-            tries.append((family, name, shard))
+            tries.append((name, plan, shard))
     print("ready", flush=True)
     sys.stdin.readline()
-    for family, name, shard in tries:
-        asked = json.loads((folder / f"{family}.json").read_text())
-        features = decode_features((folder / f"{family}.features").read_bytes())
+    for name, plan, shard in tries:
+        asked = json.loads((folder / f"{name}.json").read_text())
+        features = decode_features((folder / f"{name}.features").read_bytes())
         check_cuts(shard, group.exchange)
         chunks = tiny_vlm.chunks_of(features.length)
         outputs = tiny_vlm.forward(shard.model, asked["ids"], features, chunks, asked["tokens"])
         group.exchange.settle()
         if rank == 0:
-            gap = tiny.gap(outputs, expected[family])
-            print(json.dumps({"family": family, "plan": name, "gap": gap}), flush=True)
+            gap = tiny.gap(outputs, expected[name])
+            print(json.dumps({"family": name, "plan": plan, "gap": gap}), flush=True)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,22 @@ def test_pictures_and_videos_of_one_prompt_are_all_read(
     assert len(set(tokens_with(keys))) == len(tokens_with(keys)) == 6 + 8 + 6 + 8 + 6
 
 
+def test_processors_are_told_when_frames_are(vlm: ModuleType, tiny_vlm_folder: Path, whole: Any) -> None:
+    from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    pictures = Pictures(tiny_vlm_folder, whole)
+    plain = pictures._load_processor()
+    pictures._processor = Qwen3VLProcessor(plain.image_processor, plain.tokenizer, plain.video_processor)
+    video = msgspec.structs.replace(vlm.video(1), times=(0.0, 1.0, 5.0, 8.0))
+    inputs = pictures._process(Media(text=vlm.prompt("?", 0, 1), videos=(video,)))
+    said = plain.tokenizer.decode(inputs["input_ids"].tolist()[0])
+    block = "<|vision_start|>" + "<|video_pad|>" * 4 + "<|vision_end|>"
+    assert f"<0.5 seconds>{block}<6.5 seconds>{block}?" in said
+    ids = inputs["input_ids"].tolist()[0]
+    items = pictures._videos(ids, Media(text="", videos=(video,)), inputs)
+    assert len(set(items.contents)) == len(runs_of(ids, items.marks)) == 2
+
+
 def test_a_video_is_known_by_its_frames_and_by_when_they_are(
     vlm: ModuleType, tiny_vlm_folder: Path, whole: Any
 ) -> None:
