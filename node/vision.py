@@ -30,6 +30,13 @@ READ_WHOLE = {
 }
 """By the types of a model and of its text part: why each prompt is read in one piece, text alone as well."""
 
+ONE_PICTURE = {
+    "llava_next": "mlx-vlm reads the first one alone",
+    "molmo": "its processor makes a prompt of each",
+    "paligemma": "mlx-vlm shows the first one in place of all",
+}
+"""By the type of a model: why a prompt may have one picture only, those of earlier turns counted."""
+
 NEVER = {
     ("phi3_v", ""): "its pictures have negative token ids",
     ("phi4mm", ""): "the weights of its layers change with what a prompt holds",

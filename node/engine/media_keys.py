@@ -26,10 +26,15 @@ class Items:
 
 def spread(ids: Sequence[int], length: int, marks: frozenset[int]) -> list[int]:
     """Ids with as many entries as there are embeddings: some models take one mark for a whole picture. The
-    new ones stand where the last mark is, or at the end."""
+    new ones stand where the last mark is, or at the end. Marks that stand for nothing are left out, the last
+    ones first. Raises ValueError when there are not that many."""
     missing = length - len(ids)
     if missing <= 0:
-        return list(ids[:length])
+        gone = {i for i, token in enumerate(ids) if token in marks}
+        gone = set(sorted(gone)[len(gone) + missing :]) if missing else set()
+        if len(gone) != -missing:
+            raise ValueError(f"there are {len(ids)} tokens for {length} embeddings")
+        return [token for i, token in enumerate(ids) if i not in gone]
     at = max((i for i, token in enumerate(ids) if token in marks), default=len(ids) - 1)
     return [*ids[:at], *([ids[at]] * missing), *ids[at:]]
 

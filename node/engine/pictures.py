@@ -5,7 +5,7 @@ All of it runs on the engine's one MLX thread, between two steps: processors mak
 
 from __future__ import annotations
 
-import io
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,15 @@ from mlx_mesh.mesh.messages import Media
 from mlx_mesh.mesh.whole_prompt import LONGEST
 from mlx_mesh.node.engine.features import Features, clear_state, features_of, passed_on
 from mlx_mesh.node.engine.media_keys import Items, keys_of, runs_of, spread
+from mlx_mesh.node.engine.picture_sizes import (
+    Bounds,
+    least_tokens,
+    most_opened,
+    opened,
+    own_most,
+    picture_pixels_per_token,
+    scales_itself,
+)
 from mlx_mesh.node.engine.sounds import (
     READ_APART,
     SoundError,
@@ -31,6 +40,7 @@ from mlx_mesh.node.engine.tower_memo import TowerMemo
 from mlx_mesh.node.engine.videos import content_of, frames_of, joined, pixels_per_token
 from mlx_mesh.node.engine.vision_model import load_processor
 from mlx_mesh.node.engine.whole_prompts import has_no_chunks
+from mlx_mesh.node.vision import ONE_PICTURE
 
 _MARK_NAMES = (
     "image_token_id",
@@ -104,6 +114,8 @@ class Pictures:
         features. Raises PictureError."""
         if not (media.images or media.audios or media.videos):
             raise PictureError("The prompt has no picture.")
+        if len(media.images) > 1 and (why := ONE_PICTURE.get(self._whole.config.model_type)):
+            raise PictureError(f"This model takes one picture in a prompt: {why}.", "images[1]")
         inputs = self._process(media)
         try:
             clear_state(self._whole.language_model)
@@ -137,7 +149,10 @@ class Pictures:
     def _embed(
         self, media: Media, inputs: dict[str, Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
-        ids = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
+        rows = np.array(inputs.pop("input_ids"))
+        if rows.ndim > 1 and len(rows) != 1:
+            raise PictureError(f"The model's processor makes {len(rows)} prompts of this one.")
+        ids = rows.reshape(-1).tolist()
         if self._context_length and len(ids) >= self._context_length:  # before the towers have the work
             raise PromptTooLong(
                 f"The prompt has {len(ids)} tokens with its {_named(media)}; the context of "
@@ -189,15 +204,15 @@ class Pictures:
         return Items(marks, tuple(contents))
 
     def _process(self, media: Media) -> dict[str, Any]:
-        from mlx_vlm.utils import load_image, prepare_inputs, should_add_special_tokens
+        from mlx_vlm.utils import prepare_inputs, should_add_special_tokens
 
         processor = self._load_processor()
-        limits = self._limits(media, processor)
         config = self._whole.config
+        bounds = self._bounds(media, processor)
         images = []
         for at, image in enumerate(media.images):
             try:
-                images.append(load_image(io.BytesIO(image)))
+                images.append(opened(image, bounds.opened, bounds.edge))
             except Exception as error:  # Pillow's readers raise whatever a stranger's file makes them raise
                 raise PictureError(f"It cannot be read: {_first_line(error)}", f"images[{at}]") from error
         videos = []
@@ -219,7 +234,7 @@ class Pictures:
                 prompts=media.text,
                 image_token_index=getattr(config, "image_token_index", None),
                 add_special_tokens=should_add_special_tokens(config.model_type, processor),
-                **{name: value for name, value in limits.items() if value},
+                **bounds.asked,
                 **{name: value for name, value in kinds.items() if value},
             )
         except Exception as error:  # a processor's own code, over a stranger's file
@@ -241,21 +256,32 @@ class Pictures:
             processor.supports_multiple_audio = True
         return sounds
 
-    def _limits(self, media: Media, processor: Any) -> dict[str, int]:
-        """For processors that scale: what the request wants, but no more pixels than fill the context. Making
-        them, only to refuse the prompt, would hold up everybody for minutes."""
-        limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
-        scaler = getattr(processor, "image_processor", None)
-        patch, merge = getattr(scaler, "patch_size", None), getattr(scaler, "merge_size", None)
-        if self._context_length and isinstance(patch, int) and isinstance(merge, int):
-            most = self._context_length * (patch * merge) ** 2
-            if media.min_pixels > most:
+    def _bounds(self, media: Media, processor: Any) -> Bounds:
+        """What the request wants, but no more pixels than fill the context: making them, only to refuse the
+        prompt, would hold up everybody for minutes."""
+        per_token = picture_pixels_per_token(processor)
+        scales = scales_itself(self._whole.config.model_type)
+        most = self._context_length * per_token
+        if most and media.min_pixels > most:
+            raise PromptTooLong(
+                f"min_pixels is {media.min_pixels}; the context of {self._context_length} tokens has "
+                f"room for a picture of less than {most} pixels."
+            )
+        wanted = media.max_pixels if per_token else 0  # what has a fixed size would only be blurred
+        wanted = wanted or own_most(processor)
+        bound = min(filter(None, (wanted, most)), default=0)
+        if most and scales:
+            least = least_tokens(media.images, per_token, media.min_pixels, bound)
+            if least >= self._context_length:
                 raise PromptTooLong(
-                    f"min_pixels is {media.min_pixels}; the context of {self._context_length} tokens has "
-                    f"room for a picture of less than {most} pixels."
+                    f"The {len(media.images)} pictures have at least {least} tokens; the context has room "
+                    f"for {self._context_length}, prompt and answer together. Give smaller ones, or fewer."
                 )
-            limits["max_pixels"] = min(media.max_pixels, most)
-        return limits
+        asked = {"min_pixels": media.min_pixels}
+        if bound != own_most(processor):
+            asked["max_pixels"] = bound
+        asked = {name: value for name, value in asked.items() if value} if scales else {}
+        return Bounds(asked, most_opened(scales, bound), math.isqrt(max(0, per_token - 1)) + 1)
 
     def _load_processor(self) -> Any:
         if self._processor is None:

@@ -21,10 +21,12 @@ from mlx_mesh.mesh.memory import ModelMemory
 from mlx_mesh.mesh.messages import Media
 from mlx_mesh.mesh.types import VisionMode
 from mlx_mesh.node.engine import inspect
+from mlx_mesh.node.engine import pictures as pictures_module
 from mlx_mesh.node.engine.feature_wire import decode_features, encode_features
 from mlx_mesh.node.engine.features import Features, features_of
 from mlx_mesh.node.engine.loader import open_lazy
 from mlx_mesh.node.engine.media_keys import PICTURE_KEY, Items, keys_of, spread
+from mlx_mesh.node.engine.picture_sizes import TILED_PIXELS, most_opened, opened
 from mlx_mesh.node.engine.pictures import PictureError, Pictures, PromptTooLong
 from mlx_mesh.node.engine.row_media import RowMedia
 from mlx_mesh.node.engine.tower_memo import TowerMemo
@@ -328,4 +330,38 @@ def test_no_picture_is_scaled_to_more_pixels_than_fill_the_context(
     with pytest.raises(PromptTooLong, match="context of 100"):
         pictures.read(msgspec.structs.replace(media, max_pixels=50_000_000))
     pictures.read(msgspec.structs.replace(media, max_pixels=640))
-    assert [given["max_pixels"] for given in asked] == [6400, 640]
+    pictures.read(media)
+    assert [given.get("max_pixels") for given in asked] == [6400, 640, None], "its own are few enough"
+    small = Pictures(tiny_vlm_folder, lazy.whole, context_length=15)
+    with pytest.raises(PromptTooLong, match="context of 15"):
+        small.read(media)
+    assert asked[-1]["max_pixels"] == 15 * 64
+
+
+def test_pictures_that_can_never_fit_are_refused_before_one_is_decoded(
+    vlm: ModuleType, tiny_vlm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures_module, "opened", lambda *_: pytest.fail("a picture was decoded"))
+    lazy = open_lazy(tiny_vlm_folder, with_vision=True)
+    files = tuple(vlm.picture(seed, 100, 100) for seed in range(32))
+    asked = Media(text=vlm.prompt("?", 32), images=files, max_pixels=6400)
+    with pytest.raises(PromptTooLong, match=r"The 32 pictures have at least 1600 tokens; .* room for 1000"):
+        Pictures(tiny_vlm_folder, lazy.whole, context_length=1000).read(asked)
+
+
+@pytest.mark.parametrize(
+    ("most", "edge", "size"), [(0, 1, (300, 100)), (3000, 1, (94, 31)), (300, 16, (30, 16))]
+)
+def test_a_picture_is_decoded_to_no_more_pixels_than_are_of_use(
+    vlm: ModuleType, most: int, edge: int, size: tuple[int, int]
+) -> None:
+    assert opened(vlm.picture(1, 300, 100), most, edge).size == size
+    assert most_opened(False, 0) == most_opened(False, 50_000_000) == TILED_PIXELS
+    assert (most_opened(False, 600), most_opened(True, 600)) == (600, 2400)
+
+
+def test_embeddings_that_no_token_stands_for_are_an_error_and_marks_too_many_are_left_out() -> None:
+    assert spread([1, 9, 9, 2, 9, 9, 3], 5, MARKS) == [1, 9, 9, 2, 3]
+    assert spread([1, 9, 9, 2, 9, 9, 3], 4, MARKS) == [1, 9, 2, 3]
+    with pytest.raises(ValueError, match="4 tokens for 1 embeddings"):
+        spread([1, 9, 9, 2], 1, MARKS)

@@ -38,9 +38,9 @@ GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3
 """Families that cut pictures into patches, with a grid for each."""
 
 
-def build(family: str) -> Any:
-    """mlx-vlm's whole model, random and float32."""
-    config = json.loads(json.dumps(CONFIGS[family]))
+def build(family: str, settings: dict[str, Any] | None = None) -> Any:
+    """mlx-vlm's whole model, random and float32; `settings` in place of the family's config."""
+    config = json.loads(json.dumps(settings or CONFIGS[family]))
     package, _ = utils.get_model_and_args(config=config)
     config.setdefault("text_config", config.pop("llm_config", {}))
     config.setdefault("vision_config", {})
