@@ -15,6 +15,7 @@ from typing import Any
 from mlx_mesh.mesh.messages import GenerateRequest, TokenChunk
 from mlx_mesh.proxy.detokenizer import Decoder, Detokenizer
 from mlx_mesh.proxy.markup import Markup, Region
+from mlx_mesh.proxy.media.item import Params
 from mlx_mesh.proxy.pieces import CallPiece, EndPiece, Piece, ReasoningPiece, TextPiece, TokenSpan
 from mlx_mesh.proxy.splitter import Calls, Found, Splitter, Stretch
 from mlx_mesh.proxy.stops import StopMatcher
@@ -35,7 +36,7 @@ class NewSequence:
     strip_thinking: bool = False
     thinking_budget: int | None = None  # in tokens, None = no limit
     thinking_end_ids: tuple[int, ...] = ()  # what ends the reasoning when the budget is spent
-    picture_params: tuple[str, ...] = ()  # the request's parts that have its pictures
+    media_params: Params = field(default_factory=dict)  # the request's parts that have its media
 
 
 @dataclass(slots=True)

@@ -13,9 +13,12 @@ from mlx_mesh.mesh.messages import GenerateRequest
 from mlx_mesh.node.client import CoordinatorClient, GenerationFailed
 from mlx_mesh.proxy.assembler import Assembler, NewSequence
 from mlx_mesh.proxy.detokenizer import Decoder
-from mlx_mesh.proxy.media.picture import blamed
+from mlx_mesh.proxy.media.item import NOUNS, blamed
 from mlx_mesh.proxy.open_answers import CancelledByRequest
 from mlx_mesh.proxy.pieces import EndPiece, Piece
+
+_OF_MEDIA = tuple(f"invalid_{kind}" for kind in NOUNS)
+"""Codes of engines that could not use what a prompt has beside text."""
 
 _SOON_S = 0.001  # 0 would mean no limit
 
@@ -42,8 +45,8 @@ class Generation:
             while request is not None:
                 request = await self._follow(index, request, sequence, assembler)
         except GenerationFailed as error:
-            if error.code == "invalid_image":
-                error.param = blamed(error.param, sequence.picture_params)
+            if error.code in _OF_MEDIA:
+                error.param = blamed(error.param, sequence.media_params)
             self._pieces.put_nowait(error)
         except Exception as error:  # handed to whoever waits in `next`
             self._pieces.put_nowait(error)

@@ -36,6 +36,16 @@ class Metrics:
             "mlx_mesh_images", "Images of requests that were read and found good", registry=self._registry
         )
         self.image_bytes = Counter("mlx_mesh_image_bytes", "Bytes of their files", registry=self._registry)
+        self.audio = Counter(
+            "mlx_mesh_audio", "Audio files of requests that were decoded", registry=self._registry
+        )
+        self.audio_s = Counter("mlx_mesh_audio_seconds", "How long they are", registry=self._registry)
+        self.videos = Counter(
+            "mlx_mesh_videos", "Videos of requests that were decoded", registry=self._registry
+        )
+        self.video_frames = Counter(
+            "mlx_mesh_video_frames", "Frames of them that the model was shown", registry=self._registry
+        )
         self.embedding_tokens = Counter(
             "mlx_mesh_embedding_tokens", "Tokens of texts that became vectors", registry=self._registry
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from mlx_mesh.proxy.media.picture import pictures_of
+from mlx_mesh.proxy.media.item import items_of
 
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 * 1024 * 1024
@@ -38,7 +38,7 @@ class ResponseStore:
 
     def put(self, response_id: str, response: StoredResponse) -> None:
         texts = msgspec.json.encode([response.body, response.turns, response.items], enc_hook=lambda _: None)
-        num_bytes = len(texts) + sum(len(picture.file) for picture in pictures_of(response.turns))
+        num_bytes = len(texts) + sum(item.num_bytes for item in items_of(response.turns))
         self.remove(response_id)
         if num_bytes > self._max_bytes:
             return

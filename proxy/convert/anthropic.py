@@ -14,8 +14,9 @@ from mlx_mesh.proxy.convert.thinking import EFFORTS, budget, template_options
 from mlx_mesh.proxy.convert.tools import Choice, call_form, function_tool, read_choice, require_tools
 from mlx_mesh.proxy.convert.turns import earlier_reasoning
 from mlx_mesh.proxy.errors import ApiError, invalid
+from mlx_mesh.proxy.media.frame_wish import FrameWish
+from mlx_mesh.proxy.media.item import item_part, joined, text_part
 from mlx_mesh.proxy.media.parts import PartReader
-from mlx_mesh.proxy.media.picture import image_part, joined, text_part
 from mlx_mesh.proxy.media.pixels import PixelBounds
 from mlx_mesh.proxy.schemas.messages import Blocks, MessagesRequest, Prompt
 from mlx_mesh.proxy.services import Services
@@ -52,6 +53,7 @@ def messages_job(services: Services, body: Prompt) -> ChatJob:
         thinking_budget=thinking_budget,
         continues_last=continues,
         pixels=PixelBounds.of(body),
+        frames=FrameWish.of(body),
     )
 
 
@@ -202,9 +204,9 @@ def _shown(content: Any, param: str, parts: PartReader, first: int = 0) -> list[
     for at, block in enumerate(content, first):
         here, kind = f"{param}[{at}]", block.get("type")
         if kind == "image":
-            shown.append(image_part(parts.anthropic_image(block, here)))
+            shown.append(item_part(parts.anthropic_image(block, here)))
         elif kind in _MEDIA:
-            raise parts.unsupported(here, kind)
+            raise parts.unsupported(here, kind, "of these, this API takes images only")
         else:
             shown.append(text_part(_text_of([block], param, at)))
     return shown

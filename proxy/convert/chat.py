@@ -13,6 +13,7 @@ from mlx_mesh.proxy.convert.thinking import budget, template_options
 from mlx_mesh.proxy.convert.tools import call_form, read_choice, read_tools
 from mlx_mesh.proxy.convert.turns import template_message
 from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.media.frame_wish import FrameWish
 from mlx_mesh.proxy.media.pixels import PixelBounds
 from mlx_mesh.proxy.schemas.chat import ChatRequest
 from mlx_mesh.proxy.services import Services
@@ -52,4 +53,5 @@ def chat_job(services: Services, body: ChatRequest) -> ChatJob:
         strip_thinking=strip,
         thinking_budget=budget(tokenizer, body.thinking_limit, "thinking_budget"),
         pixels=PixelBounds.of(body),
+        frames=FrameWish.of(body),
     )

@@ -17,7 +17,8 @@ from mlx_mesh.proxy.convert.structure import ANY_FORM, Form, grammar_of
 from mlx_mesh.proxy.convert.tool_turns import for_template
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.markup import Markup, Region
-from mlx_mesh.proxy.media.picture import Picture, pictures_of
+from mlx_mesh.proxy.media.frame_wish import NO_WISH, FrameWish
+from mlx_mesh.proxy.media.item import Item, items_of, media_of, of_kind, params_of
 from mlx_mesh.proxy.media.pixels import NO_BOUNDS, PixelBounds
 from mlx_mesh.proxy.media.placing import check_count, place
 from mlx_mesh.proxy.metrics import Metrics
@@ -63,6 +64,7 @@ class ChatJob(Sequences):
     continues_last: bool = False  # the answer goes on with the last, an assistant's turn
     param: str = "messages"  # the field that errors about the prompt name
     pixels: PixelBounds = NO_BOUNDS
+    frames: FrameWish = NO_WISH
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
     tokenizer = services.tokenizer
     room = Room.of(services)
     try:
-        encoded, pictures = await encode_job(services, job, room.num_tokens)
+        encoded, items = await encode_job(services, job, room.num_tokens)
     except PromptTooLong as error:
         raise room.too_long(error.at_least, job.param) from error
     markup = tokenizer.markup
@@ -100,32 +102,23 @@ async def prepare_chat(services: Services, job: ChatJob) -> Prepared:
             strip_thinking=job.strip_thinking,
             thinking_budget=job.thinking_budget if thinking_end_ids else None,
             thinking_end_ids=thinking_end_ids,
-            picture_params=tuple(picture.param for picture in pictures),
+            media_params=params_of(items),
         ),
         grammar=await grammar_of(services, job.form, markup, encoded.region),
         cache_points=encoded.shared_lengths,
         system_tokens=encoded.system_length,
-        media=_media(encoded, pictures, job.pixels),
+        media=_media(encoded, items, job.pixels),
     )
 
 
-def _media(encoded: EncodedChat, pictures: Sequence[Picture], pixels: PixelBounds) -> Media | None:
-    if not pictures:
-        return None
-    bounds = pixels.with_detail(pictures)
-    return Media(
-        text=encoded.text,
-        images=tuple(picture.file for picture in pictures),
-        min_pixels=bounds.least,
-        max_pixels=bounds.most,
-    )
+def _media(encoded: EncodedChat, items: Sequence[Item], pixels: PixelBounds) -> Media | None:
+    bounds = pixels.with_detail(of_kind(items, "image"))
+    return media_of(items, encoded.text, bounds.least, bounds.most)
 
 
-async def encode_job(
-    services: Services, job: ChatJob, limit: int = 0
-) -> tuple[EncodedChat, Sequence[Picture]]:
-    """The prompt's tokens, in which a picture is its mark alone, and the pictures in order, read and checked.
-    Raises ApiError, PromptTooLong for a limit other than 0, and the tokenizer's errors."""
+async def encode_job(services: Services, job: ChatJob, limit: int = 0) -> tuple[EncodedChat, Sequence[Item]]:
+    """The prompt's tokens, in which a picture, audio or video is its mark alone, and those items in order,
+    read and checked. Raises ApiError, PromptTooLong for a limit other than 0, and the tokenizer's errors."""
     tokenizer, media = services.tokenizer, services.media
     options = dict(job.template_options)
     if job.tools:
@@ -133,21 +126,22 @@ async def encode_job(
     if job.continues_last:
         options |= {"add_generation_prompt": False, "continue_final_message": True}
     messages = for_template(job.messages, tokenizer)
-    mark = media.mark
-    if mark is None:
-        for picture in pictures_of(messages):  # of a stored response, or the model went in this moment
-            raise media.parts.unsupported(picture.param, "image")
+    marks = media.marks
+    for item in items_of(messages):  # of a stored response, or the model went in this moment
+        if item.kind not in marks.of:
+            raise media.parts.unsupported(item.param, item.kind)
+    if not marks.of:
         return await tokenizer.encode_chat(messages, limit=limit, template_options=options), ()
-    placed = place(messages, mark)
-    await media.read(placed.pictures, job.num_choices, services.metrics)
+    placed = place(messages, marks)
+    await media.read(placed.items, job.frames, job.num_choices, services.metrics)
     encoded = await tokenizer.encode_chat(
         placed.turns,
         limit=limit,
-        template_options=mark.harmless(options),
-        is_shared=lambda text: not (placed.pictures and mark.count(text)),
+        template_options=marks.harmless(options),
+        is_shared=lambda text: not (placed.items and marks.count(text)),
     )
-    check_count(encoded.text, mark, placed.pictures)
-    return encoded, placed.pictures
+    check_count(encoded.text, marks, placed.items)
+    return encoded, placed.items
 
 
 PLAIN = NewSequence(

@@ -16,6 +16,7 @@ from mlx_mesh.proxy.convert.tools import Choice, call_form, read_tools
 from mlx_mesh.proxy.convert.turns import earlier_reasoning
 from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.markup import Markup, Region
+from mlx_mesh.proxy.media.frame_wish import FrameWish
 from mlx_mesh.proxy.media.pixels import PixelBounds
 from mlx_mesh.proxy.schemas.fields import parse
 from mlx_mesh.proxy.schemas.ollama import (
@@ -113,6 +114,7 @@ def _job(
         template_options=_think(services.tokenizer, body.think),
         strip_thinking=strip,
         pixels=PixelBounds.of(body),
+        frames=FrameWish.of(body),
     )
 
 

@@ -14,6 +14,7 @@ from mlx_mesh.proxy.convert.thinking import template_options
 from mlx_mesh.proxy.convert.tools import call_form, function_tool, read_choice, require_tools
 from mlx_mesh.proxy.convert.turns import earlier_reasoning, with_arguments_read
 from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.media.frame_wish import FrameWish
 from mlx_mesh.proxy.media.parts import PartReader
 from mlx_mesh.proxy.media.pixels import PixelBounds
 from mlx_mesh.proxy.schemas.responses import ResponsesRequest
@@ -84,6 +85,7 @@ def responses_job(services: Services, body: ResponsesRequest) -> ResponsesJob:
         strip_thinking=services.config.strip_thinking,
         param="input",
         pixels=PixelBounds.of(body),
+        frames=FrameWish.of(body),
     )
     return ResponsesJob(job, turns, items)
 

@@ -16,7 +16,7 @@ _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
 _MAY_SHOW = ("user", "tool")
-"""Roles whose turns may have pictures."""
+"""Roles whose turns may have media."""
 
 
 def template_message(

@@ -1,4 +1,4 @@
-"""Which hosts a picture's URL may lead to. Pure."""
+"""Which hosts a file's URL may lead to. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_url(url: str, allowed: frozenset[str]) -> Target:
     if parts.scheme not in _PORTS:
         scheme = f"the scheme {parts.scheme[:20]!r}" if parts.scheme else "no scheme"
         raise UrlRefused(
-            f"has {scheme}; pictures come as data URLs, and from http and https where that is allowed. "
+            f"has {scheme}; files come as data URLs, and from http and https where that is allowed. "
             "Files and paths of the server are never read"
         )
     if parts.username is not None or parts.password is not None:
@@ -71,7 +71,7 @@ def read_url(url: str, allowed: frozenset[str]) -> Target:
         raise UrlRefused("names no host")
     if not allowed:
         raise UrlRefused(
-            "is not fetched: this server takes pictures as data URLs only. Its operator can allow hosts with "
+            "is not fetched: this server takes files as data URLs only. Its operator can allow hosts with "
             "--allowed-media-domains"
         )
     if host not in allowed:

@@ -1,4 +1,5 @@
-"""What this mesh does with pictures: whether it takes them, reading them, and putting them into prompts."""
+"""What this mesh does with pictures, audio and video: whether it takes them, reading them, and putting them
+into prompts."""
 
 from __future__ import annotations
 
@@ -10,147 +11,237 @@ from mlx_mesh.mesh.messages import ProxyConfig
 from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.proxy.errors import invalid
 from mlx_mesh.proxy.media.addresses import UrlRefused
+from mlx_mesh.proxy.media.containers import Container, container_of, kinds, missing_bytes
 from mlx_mesh.proxy.media.data_urls import is_data_url, read_base64, read_data_url
+from mlx_mesh.proxy.media.decoder import Decoder, can_decode
+from mlx_mesh.proxy.media.decoding import Task
 from mlx_mesh.proxy.media.fetch import Fetcher, FetchFailed, FileTooLarge
 from mlx_mesh.proxy.media.files import can_read, check_file
+from mlx_mesh.proxy.media.frame_wish import FrameWish
+from mlx_mesh.proxy.media.item import NOUNS, Item, broken, of_kind
 from mlx_mesh.proxy.media.known_marks import read_known_marks
-from mlx_mesh.proxy.media.limits import MAX_IMAGES, MAX_SEQUENCE_BYTES, MAX_TOTAL_BYTES
-from mlx_mesh.proxy.media.marks import ImageMark, find_mark
+from mlx_mesh.proxy.media.limits import MAX_AUDIO_S, MAX_ITEMS, MAX_SEQUENCE_BYTES, MAX_TOTAL_BYTES
+from mlx_mesh.proxy.media.marks import Marks, find_marks
+from mlx_mesh.proxy.media.model_files import read_sampling, read_sampling_rate
 from mlx_mesh.proxy.media.parts import PartReader
-from mlx_mesh.proxy.media.picture import Picture, broken
+from mlx_mesh.proxy.media.sampling import Sampling
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
-_INSTALL = (
-    "this model takes images, but Pillow is missing on the leader: `pip install 'mlx-mesh[vision]'` there "
-    "and start the mesh again"
-)
-_NO_PLACE = (
-    "this model takes images, but its chat template has no place for one; give one that has with "
-    "--chat-template"
-)
+_NAMES = {"image": "images", "audio": "audio", "video": "video"}
+_LIBRARIES = {"image": "Pillow", "audio": "PyAV", "video": "PyAV"}
 _FETCHES = 4
-"""Pictures of one request that are fetched at once."""
+"""Files of one request that are fetched at once."""
 
 
 class MediaDesk:
-    """Built once, for one model. Whether that takes images is known when the mesh is ready."""
+    """Built once, for one model. Whether that takes media is known when the mesh is ready."""
 
     def __init__(self, config: ProxyConfig, tokenizer: ModelTokenizer, client: CoordinatorClient) -> None:
         self.fetcher = Fetcher(frozenset(config.allowed_media_domains))
+        self.decoder = Decoder()
         self._tokenizer = tokenizer
         self._client = client
-        self._missing = "" if can_read() else _INSTALL
+        self._marks: dict[tuple[str, ...], Marks] = {}
+        self._has_library = {"image": can_read(), "audio": can_decode(), "video": can_decode()}
 
-    @property
-    def refusal(self) -> str:
-        """'' or why no images are taken."""
+    def refusal(self, kind: str) -> str:
+        """'' or why none of this kind is taken."""
         readiness = self._client.readiness
-        if "image" not in readiness.media:
-            return readiness.media_refusals.get("image", "").rstrip(".") or "this model takes text only"
-        if self._missing:
-            return self._missing
-        return "" if self._found_mark is not None else _NO_PLACE
+        name = _NAMES[kind]
+        if kind not in readiness.media:
+            others = [_NAMES[other] for other in NOUNS if other in readiness.media]
+            takes = " and ".join(["text", *others])
+            return readiness.media_refusals.get(kind, "").rstrip(".") or f"this model takes {takes} only"
+        if not self._has_library[kind]:
+            return (
+                f"this model takes {name}, but {_LIBRARIES[kind]} is missing on the leader: "
+                "`pip install 'mlx-mesh[vision]'` there and start the mesh again"
+            )
+        if kind not in self._found_marks(readiness.media).of:
+            return (
+                f"this model takes {name}, but its chat template has no place for that; give one that "
+                "has with "
+                "--chat-template"
+            )
+        return ""
 
     @property
-    def mark(self) -> ImageMark | None:
-        """None where no images are taken."""
-        return None if self.refusal else self._found_mark
+    def marks(self) -> Marks:
+        """Of the kinds that are taken."""
+        found = self._found_marks(self._client.readiness.media)
+        return Marks({kind: found.of[kind] for kind in self.kinds[1:]})
+
+    def _found_marks(self, media: tuple[str, ...]) -> Marks:
+        if media not in self._marks:
+            known = {
+                kind: read_known_marks(self._tokenizer.folder, self._tokenizer.added_tokens, kind)
+                for kind in NOUNS
+                if kind in media
+            }
+            self._marks[media] = find_marks(self._tokenizer.render, known)
+        return self._marks[media]
 
     @functools.cached_property
-    def _found_mark(self) -> ImageMark | None:
-        known = read_known_marks(self._tokenizer.folder, self._tokenizer.added_tokens)
-        return find_mark(self._tokenizer.render, known)
+    def sampling_rate(self) -> int:
+        """Hz, of the audio that the model takes."""
+        return read_sampling_rate(self._tokenizer.folder)
+
+    @functools.cached_property
+    def sampling(self) -> Sampling:
+        """Of videos, when a request says nothing."""
+        return read_sampling(self._tokenizer.folder)
 
     @property
     def parts(self) -> PartReader:
         """Reads the parts of a request that comes now."""
-        return PartReader(self.refusal)
+        return PartReader({kind: why for kind in NOUNS if (why := self.refusal(kind))})
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What prompts may be made of."""
-        return ("text",) if self.refusal else ("text", "image")
+        return ("text", *(kind for kind in NOUNS if not self.refusal(kind)))
 
-    async def read(self, pictures: Sequence[Picture], num_choices: int, metrics: Metrics) -> None:
-        """Fill in `file` of each; those that have it stay. Raises ApiError 400 naming the part."""
-        if len(pictures) > MAX_IMAGES:
-            first = pictures[MAX_IMAGES]
-            raise broken(
-                first,
-                f"is image {MAX_IMAGES + 1} of {len(pictures)}; a request may have {MAX_IMAGES}.",
-                code="too_many_images",
-            )
-        new = [picture for picture in pictures if not picture.file]
-        fetched = await self._fetch([picture for picture in new if _is_remote(picture)])
-        total = sum(len(picture.file) for picture in pictures)
-        files: list[tuple[Picture, bytes]] = []
-        for picture in new:
-            given = fetched.get(id(picture))
-            data = await self._tokenizer.in_thread(functools.partial(_read, picture, given))
-            total += len(data)
-            _check_total(picture, total, num_choices)
-            files.append((picture, data))
-        for picture, data in files:
-            picture.file, picture.source = data, ""
-        metrics.images.inc(len(files))
-        metrics.image_bytes.inc(sum(len(data) for _, data in files))
+    async def read(self, items: Sequence[Item], wish: FrameWish, num_choices: int, metrics: Metrics) -> None:
+        """Make of each what the engine gets; those that have it stay. `wish`: which frames of videos, where
+        the part says nothing. Raises ApiError 400 naming the part."""
+        for kind, most in MAX_ITEMS.items():
+            here = of_kind(items, kind)
+            if len(here) > most:
+                raise invalid(
+                    f"'{here[most].param}' is {kind} {most + 1} of {len(here)}; a request may have {most}.",
+                    param=here[most].param,
+                    code=f"too_many_{kind}s",
+                )
+        new = [item for item in items if not item.is_read]
+        fetched = await self._fetch([item for item in new if _is_remote(item)])
+        # Of what the engine gets, and what is still as it came.
+        total = sum(item.num_bytes for item in items)
+        made: list[Item] = []
+        for item in new:
+            data = await self._tokenizer.in_thread(functools.partial(_read, item, fetched.get(id(item))))
+            _check_total(item, total + len(data), num_choices if item.kind == "image" else 1)
+            ready = await self._decoded(item, data, wish, MAX_TOTAL_BYTES - total)
+            total += ready.num_bytes
+            _check_total(item, total, num_choices)
+            made.append(ready)
+        for item, ready in zip(new, made, strict=True):
+            item.file, item.video, item.seconds, item.source = ready.file, ready.video, ready.seconds, ""
+        _count(new, metrics)
 
-    async def _fetch(self, pictures: Sequence[Picture]) -> dict[int, bytes]:
-        """By `id` of the picture. The first that fails is the request's error, and ends the others."""
+    async def _decoded(self, item: Item, data: bytes, wish: FrameWish, room: int) -> Item:
+        """What is made of a file that was read, in an item of its own: the request may still fail."""
+        ready = Item("", item.param, kind=item.kind)
+        if item.kind == "image":
+            ready.file = data
+            return ready
+        container = _container(item, data)
+        outcome = await self.decoder.decode(
+            Task(
+                kind=item.kind,
+                demuxer=container.demuxer,
+                rate=self.sampling_rate if item.kind == "audio" else 0,
+                max_seconds=MAX_AUDIO_S,
+                sampling=item.wish.over(wish).on(self.sampling),
+                max_bytes=room,
+            ),
+            data,
+        )
+        if outcome.problem:
+            raise broken(item, f"{outcome.problem}.", code=outcome.code)
+        ready.file, ready.video, ready.seconds = outcome.wav, outcome.video, outcome.seconds
+        if not ready.is_read:
+            raise broken(item, "is empty.")
+        return ready
+
+    async def _fetch(self, items: Sequence[Item]) -> dict[int, bytes]:
+        """By `id` of the item. The first that fails is the request's error, and ends the others."""
         places = asyncio.Semaphore(_FETCHES)
         total = 0
 
-        async def one(picture: Picture) -> bytes:
+        async def one(item: Item) -> bytes:
             nonlocal total
             async with places:
                 try:
-                    file = await self.fetcher.fetch(picture.source)
+                    file = await self.fetcher.fetch(item.source, item.kind)
                 except UrlRefused as error:
-                    raise broken(picture, f"{error}.", code="image_url_not_allowed") from error
+                    raise broken(item, f"{error}.", code="url_not_allowed") from error
                 except FileTooLarge as error:
-                    raise broken(picture, f"{error}.", code="image_too_large") from error
+                    raise broken(item, f"{error}.", code="too_large") from error
                 except FetchFailed as error:
-                    raise broken(picture, f"{error}.") from error
+                    raise broken(item, f"{error}.") from error
                 total += len(file)
-                _check_total(picture, total, 1)
+                _check_total(item, total, 1)
                 return file
 
-        tasks = [asyncio.create_task(one(picture)) for picture in pictures]
+        tasks = [asyncio.create_task(one(item)) for item in items]
         try:
             files = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return {id(picture): file for picture, file in zip(pictures, files, strict=True)}
+        return {id(item): file for item, file in zip(items, files, strict=True)}
 
 
-def _is_remote(picture: Picture) -> bool:
-    return picture.is_url and not is_data_url(picture.source)
+def _count(items: Sequence[Item], metrics: Metrics) -> None:
+    for item in items:
+        match item.kind:
+            case "image":
+                metrics.images.inc()
+                metrics.image_bytes.inc(len(item.file))
+            case "audio":
+                metrics.audio.inc()
+                metrics.audio_s.inc(item.seconds)
+            case "video" if item.video is not None:
+                metrics.videos.inc()
+                metrics.video_frames.inc(len(item.video.frames))
 
 
-def _read(picture: Picture, fetched: bytes | None) -> bytes:
+def _is_remote(item: Item) -> bool:
+    return item.is_url and not is_data_url(item.source)
+
+
+def _read(item: Item, fetched: bytes | None) -> bytes:
     if fetched is not None:
         data = fetched
-    elif picture.is_url:
-        data = read_data_url(picture)
+    elif item.is_url:
+        data = read_data_url(item)
     else:
-        data = read_base64(picture)
-    check_file(picture, data)
+        data = read_base64(item)
+    if item.kind == "image":
+        check_file(item, data)
     return data
 
 
-def _check_total(picture: Picture, total: int, num_choices: int) -> None:
+def _container(item: Item, data: bytes) -> Container:
+    """By the file's first bytes. Raises ApiError 400 when they are of no kind that is taken, or not what the
+    client says."""
+    container = container_of(data)
+    if container is None or not container.types_as(item.kind):
+        *most, last = (one.name for one in kinds(item.kind))
+        raise broken(item, f"is no {item.kind} that can be read: {', '.join(most)} and {last} are.")
+    if item.media_type and item.media_type not in container.types_as(item.kind):
+        own = container.types_as(item.kind)[0]
+        raise broken(item, f"is said to be {item.media_type[:40]}, and its data are {own}.")
+    if item.format and item.format not in container.words:
+        raise broken(item, f"is said to be {item.format}, and its data are {container.name}.")
+    if missing := missing_bytes(data, container):
+        raise broken(item, f"is cut off: {missing} bytes of it are missing.")
+    return container
+
+
+def _check_total(item: Item, total: int, num_choices: int) -> None:
     if total > MAX_TOTAL_BYTES:
         raise broken(
-            picture,
-            f"is too much: the images of this request have {total} bytes or more; {MAX_TOTAL_BYTES} may be.",
-            code="image_too_large",
+            item,
+            f"is too much: what this request has beside text has {total} bytes or more; "
+            f"{MAX_TOTAL_BYTES} may be.",
+            code="too_large",
         )
     if total * num_choices > MAX_SEQUENCE_BYTES:
         raise invalid(
-            f"{num_choices} choices with {total} bytes of images are too much: choices times bytes may be "
+            f"{num_choices} choices with {total} bytes beside text are too much: choices times bytes may be "
             f"{MAX_SEQUENCE_BYTES}.",
             param="n",
         )

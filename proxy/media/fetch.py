@@ -1,4 +1,4 @@
-"""A picture by URL, from hosts that the operator allowed and from the public internet only.
+"""A file by URL, from hosts that the operator allowed and from the public internet only.
 
 Every address of a name is checked, and the connection goes to an address that was checked, so a name that
 resolves differently a moment later changes nothing. A redirect is a new URL: checked from the start.
@@ -16,7 +16,7 @@ from urllib.parse import urljoin
 import h11
 
 from mlx_mesh.proxy.media.addresses import Target, UrlRefused, read_url, refusal_of
-from mlx_mesh.proxy.media.limits import FETCH_DEADLINE_S, MAX_IMAGE_BYTES, MAX_REDIRECTS
+from mlx_mesh.proxy.media.limits import FETCH_DEADLINE_S, MAX_FILE_BYTES, MAX_REDIRECTS
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """The addresses of a host; raises OSError."""
@@ -33,11 +33,11 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class FetchFailed(Exception):
-    """The message says what was seen, after "the picture's URL"."""
+    """The message says what was seen, after the name of the part."""
 
 
 class FileTooLarge(FetchFailed):
-    """The host sent, or announced, more than a picture may have."""
+    """The host sent, or announced, more than such a file may have."""
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -60,13 +60,14 @@ class Fetcher:
     connect: Connect = connect
     deadline_s: float = FETCH_DEADLINE_S
 
-    async def fetch(self, url: str) -> bytes:
-        """The file. Raises UrlRefused, without asking anyone, and FetchFailed."""
+    async def fetch(self, url: str, kind: str = "image") -> bytes:
+        """The file, of which `kind` it should be. Raises UrlRefused, without asking anyone, and
+        FetchFailed."""
         try:
             async with asyncio.timeout(self.deadline_s):
                 for _ in range(MAX_REDIRECTS + 1):
                     target = read_url(url, self.allowed)
-                    answer = await self._ask(target)
+                    answer = await self._ask(target, kind)
                     if isinstance(answer, bytes):
                         return answer
                     url = urljoin(url, answer.location)
@@ -76,10 +77,10 @@ class Fetcher:
             ) from error
         raise FetchFailed(f"was redirected more than {MAX_REDIRECTS} times")
 
-    async def _ask(self, target: Target) -> bytes | _Redirect:
+    async def _ask(self, target: Target, kind: str) -> bytes | _Redirect:
         reader, writer = await self._connected(target, await self._checked_addresses(target))
         try:
-            return await _exchange(reader, writer, target)
+            return await _exchange(reader, writer, target, kind)
         except (OSError, h11.RemoteProtocolError) as error:
             raise FetchFailed(f"could not be read from {target.host}: {error}") from error
         finally:
@@ -116,12 +117,12 @@ class _Redirect:
 
 
 async def _exchange(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: Target
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: Target, kind: str
 ) -> bytes | _Redirect:
     http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
     headers = [
         ("host", target.authority),
-        ("accept", "image/*"),
+        ("accept", f"{kind}/*"),
         ("accept-encoding", "identity"),
         ("user-agent", "mlx-mesh"),
         ("connection", "close"),
@@ -129,25 +130,26 @@ async def _exchange(
     asked = http.send(h11.Request(method="GET", target=target.path, headers=headers)) or b""
     writer.write(asked + (http.send(h11.EndOfMessage()) or b""))
     await writer.drain()
+    most = MAX_FILE_BYTES[kind]
     data = bytearray()
     while True:
         match event := http.next_event():
             case h11.NEED_DATA:
                 http.receive_data(await reader.read(_READ_BYTES))
             case h11.Response():
-                if (redirect := _judge(event, target)) is not None:
+                if (redirect := _judge(event, target, most)) is not None:
                     return redirect
             case h11.Data():
                 data += event.data
-                if len(data) > MAX_IMAGE_BYTES:
-                    raise FileTooLarge(f"gives more than {MAX_IMAGE_BYTES} bytes")
+                if len(data) > most:
+                    raise FileTooLarge(f"gives more than {most} bytes")
             case h11.EndOfMessage():
                 return bytes(data)
             case h11.ConnectionClosed() | h11.PAUSED:
                 raise FetchFailed(f"could not be read from {target.host}: the connection ended early")
 
 
-def _judge(response: h11.Response, target: Target) -> _Redirect | None:
+def _judge(response: h11.Response, target: Target, most: int) -> _Redirect | None:
     """None: the file follows."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
     if response.status_code in _REDIRECTS and "location" in headers:
@@ -157,6 +159,6 @@ def _judge(response: h11.Response, target: Target) -> _Redirect | None:
     if headers.get("content-encoding", "identity") != "identity":
         raise FetchFailed(f"is given by {target.host} compressed, which was not asked for")
     length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > MAX_IMAGE_BYTES:
-        raise FileTooLarge(f"has {length[:20]} bytes; at most {MAX_IMAGE_BYTES} are taken")
+    if length.isdecimal() and int(length) > most:
+        raise FileTooLarge(f"has {length[:20]} bytes; at most {most} are taken")
     return None

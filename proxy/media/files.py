@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 
 from mlx_mesh.proxy.errors import ApiError
+from mlx_mesh.proxy.media.item import Item, broken
 from mlx_mesh.proxy.media.limits import MAX_PIXELS
-from mlx_mesh.proxy.media.picture import Picture, broken
 
 FORMATS = {
     "PNG": ("image/png",),
@@ -41,7 +41,7 @@ def can_read() -> bool:
     return importlib.util.find_spec("PIL") is not None
 
 
-def check_file(picture: Picture, data: bytes) -> PictureFacts:
+def check_file(item: Item, data: bytes) -> PictureFacts:
     """Raises ApiError 400 naming the part: not a picture, of a kind that is not taken, not what the client
     says it is, too many pixels, or broken. Needs Pillow."""
     from PIL import Image, UnidentifiedImageError
@@ -51,40 +51,40 @@ def check_file(picture: Picture, data: bytes) -> PictureFacts:
         with Image.open(io.BytesIO(data), formats=[*FORMATS]) as image:
             name = _ALSO.get(image.format or "", image.format or "")
             facts = PictureFacts(name, *image.size)
-            _check_size(picture, facts)
-            _check_type(picture, name)
+            _check_size(item, facts)
+            _check_type(item, name)
             image.draft(None, _PREVIEW)
             image.load()
     except ApiError:
         raise
     except too_many as error:
         size = _SIZE.search(str(error))
-        raise _too_large(picture, f"{size[1]} pixels" if size else "too many pixels") from error
+        raise _too_large(item, f"{size[1]} pixels" if size else "too many pixels") from error
     except UnidentifiedImageError as error:
-        raise broken(picture, f"is no picture that can be read: {_kinds()} are.") from error
+        raise broken(item, f"is no picture that can be read: {_kinds()} are.") from error
     except MemoryError as error:
-        raise _too_large(picture, "more pixels than memory") from error
+        raise _too_large(item, "more pixels than memory") from error
     except Exception as error:  # readers of formats raise anything, from struct.error to SyntaxError
         # Pillow's own words name what is wrong; they hold no data of the file.
-        raise broken(picture, f"is broken: {str(error)[:200] or type(error).__name__}.") from error
+        raise broken(item, f"is broken: {str(error)[:200] or type(error).__name__}.") from error
     return facts
 
 
-def _check_size(picture: Picture, facts: PictureFacts) -> None:
+def _check_size(item: Item, facts: PictureFacts) -> None:
     if facts.width < 1 or facts.height < 1:
-        raise broken(picture, f"has no pixels ({facts.width} by {facts.height}).")
+        raise broken(item, f"has no pixels ({facts.width} by {facts.height}).")
     if facts.width * facts.height > MAX_PIXELS:
-        raise _too_large(picture, f"{facts.width} by {facts.height} pixels")
+        raise _too_large(item, f"{facts.width} by {facts.height} pixels")
 
 
-def _check_type(picture: Picture, name: str) -> None:
-    declared = picture.media_type
+def _check_type(item: Item, name: str) -> None:
+    declared = item.media_type
     if declared and declared not in FORMATS[name]:
-        raise broken(picture, f"is said to be {declared[:40]}, and its data are {FORMATS[name][0]}.")
+        raise broken(item, f"is said to be {declared[:40]}, and its data are {FORMATS[name][0]}.")
 
 
-def _too_large(picture: Picture, seen: str) -> ApiError:
-    return broken(picture, f"is too large: {seen}; at most {MAX_PIXELS} are taken.", code="image_too_large")
+def _too_large(item: Item, seen: str) -> ApiError:
+    return broken(item, f"is too large: {seen}; at most {MAX_PIXELS} are taken.", code="too_large")
 
 
 def _kinds() -> str:

@@ -1,4 +1,4 @@
-"""What a model's folder, its tokenizer and mlx-vlm say about marks of pictures. Read once, at start."""
+"""What a model's folder, its tokenizer and mlx-vlm say about marks of media. Read once, at start."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from typing import Any
 
 from mlx_mesh.proxy.media.marks import KnownMarks
 
-_FIRST = ("image_token", "boi_token", "start_image_token", "image_start_token")
-_WORDS = ("image", "img", "boi", "eoi", "vision", "video", "audio", "media", "boa", "eoa")
+_FIRST = {
+    "image": ("image_token", "boi_token", "start_image_token", "image_start_token"),
+    "audio": ("audio_token", "boa_token", "audio_start_token", "audio_bos_token"),
+    "video": ("video_token", "video_start_token"),
+}
+_WORDS = ("image", "img", "boi", "eoi", "vision", "video", "audio", "sound", "media", "boa", "eoa")
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "config.json")
 _OWN_NAME = "mlx_mesh_mlx_vlm_prompt_utils"
 
 
-def read_known_marks(folder: Path, added: Iterable[tuple[int, str]]) -> KnownMarks:
+def read_known_marks(folder: Path, added: Iterable[tuple[int, str]], kind: str = "image") -> KnownMarks:
     """`added`: the tokenizer's added tokens. Never raises: a file that cannot be read says nothing."""
+    first = _FIRST[kind]
     contents = {name: _read(folder / name) for name in _FILES}
     text_of = dict(added)
     found: dict[str, str] = {}
@@ -28,11 +33,13 @@ def read_known_marks(folder: Path, added: Iterable[tuple[int, str]]) -> KnownMar
             name = key.removesuffix("_id").removesuffix("_index")
             if isinstance(text, str) and text.strip() and any(word in name for word in _WORDS):
                 found.setdefault(name, text)
-    names = [found[name] for name in _FIRST if name in found]
-    names += [text for name, text in sorted(found.items()) if name not in _FIRST]
+    names = [found[name] for name in first if name in found]
+    names += [text for name, text in sorted(found.items()) if name not in first]
     family = str(contents["config.json"].get("model_type") or "")
-    own = next((found[name] for name in _FIRST if name in found), "")
-    return KnownMarks(tuple(dict.fromkeys(names)), frozenset(text_of.values()), _family_mark(family), own)
+    own = next((found[name] for name in first if name in found), "")
+    return KnownMarks(
+        tuple(dict.fromkeys(names)), frozenset(text_of.values()), _family_mark(family, kind), own
+    )
 
 
 def _named(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -44,18 +51,24 @@ def _named(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield key, value.get("content") if isinstance(value, dict) else value
 
 
-def _family_mark(model_type: str) -> str | None:
-    """What mlx-vlm writes for one picture into a text. See KnownMarks."""
+def _family_mark(model_type: str, kind: str) -> str | None:
+    """What mlx-vlm writes for one item into a text. See KnownMarks. Videos it leaves to templates."""
     module = _prompt_utils()
-    if module is None or model_type not in module.MODEL_CONFIG:
+    if module is None or kind == "video" or model_type not in module.MODEL_CONFIG:
         return None
     formats = module.MessageFormat
     if module.MODEL_CONFIG[model_type] in (formats.TEXT_ONLY, formats.PROMPT_ONLY):
-        return ""
+        return "" if kind == "image" else None
     try:
-        message = module.MessageFormatter(model_type).format_message(
-            [{"type": "image"}], role="user", num_images=1, skip_audio_token=True, num_audios=0
-        )
+        formatter = module.MessageFormatter(model_type)
+        if kind == "image":
+            message = formatter.format_message(
+                [{"type": "image"}], role="user", num_images=1, skip_audio_token=True, num_audios=0
+            )
+        else:
+            message = formatter.format_message(
+                "", role="user", num_images=0, skip_image_token=True, num_audios=1
+            )
     except (ValueError, TypeError):
         return None
     content = message.get("content") if isinstance(message, dict) else message

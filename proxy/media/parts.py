@@ -1,54 +1,78 @@
-"""The parts of a message, in each dialect: text, or a picture that is still to be read."""
+"""The parts of a message, in each dialect: text, or a picture, audio or video that is still to be read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_mesh.proxy.errors import ApiError, invalid
-from mlx_mesh.proxy.media.picture import Picture, image_part, joined, text_part
+from mlx_mesh.proxy.media.containers import CONTAINERS
+from mlx_mesh.proxy.media.data_urls import is_data_url
+from mlx_mesh.proxy.media.frame_wish import FRAME_NAMES, FrameWish
+from mlx_mesh.proxy.media.item import NOUNS, Item, item_part, joined, text_part
 
 Content = str | list[dict[str, Any]]
-"""Of a turn: text, or texts and pictures in order."""
+"""Of a turn: text, or texts and items in order."""
 
 DETAILS = ("auto", "low", "high", "original")
+AUDIO_FORMATS = tuple(dict.fromkeys(word for container in CONTAINERS for word in container.words))
+
 _TEXTS = ("text", "input_text", "output_text", "refusal")
-_IMAGES = ("image_url", "input_image")
+_KINDS = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+    "input_video": "video",
+    "video": "video",
+}
+"""OpenAI's parts, vLLM's, and what mlx-vlm's server takes beside them."""
+
+_NEAR = {"audio": "audio", "image": "image"}
+"""Parts that are not taken under these names, and whose reason they are told first."""
+
+_TAKEN = {"image": "images", "audio": "audio", "video": "videos"}
+
+_OF_WHOLE_PROMPT = ("min_pixels", "max_pixels")
+_NOT_OF_VIDEOS = ("total_pixels", "resized_height", "resized_width", "video_start", "video_end")
+_TEXT_ONLY = "this model takes text only"
 
 
 @dataclass(frozen=True, slots=True)
 class PartReader:
-    """`refusal`: why this mesh takes no pictures, '' = it does. Methods raise ApiError 400 that names the
-    part."""
+    """`refusals`: by kind, why this mesh takes none; kinds that are not in it are taken. Methods raise
+    ApiError 400 that names the part."""
 
-    refusal: str = "this model takes text only"
+    refusals: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(NOUNS, _TEXT_ONLY))
 
     def openai(
         self, content: str | Sequence[dict[str, Any]] | None, param: str, *, may_show: bool = True
     ) -> Content:
-        """Content of chat completions and responses. `may_show`: the turn is one that may have pictures."""
+        """Content of chat completions and responses. `may_show`: the turn is one that may have media."""
         if content is None or isinstance(content, str):
             return content or ""
         parts = []
         for at, part in enumerate(content):
             here = f"{param}[{at}]"
-            kind = part.get("type", "text")
-            if kind in _IMAGES:
-                self.require_image(here, kind, may_show)
-                parts.append(image_part(_openai_image(part, kind, here)))
+            name = part.get("type", "text")
+            kind = _KINDS.get(name) if isinstance(name, str) else None
+            if kind is not None:
+                self.require(here, kind, name, may_show)
+                parts.append(item_part(_READERS[kind](part, name, here)))
                 continue
-            if kind not in _TEXTS:
-                raise self.unsupported(here, kind)
-            text = part.get("refusal" if kind == "refusal" else "text")
+            if name not in _TEXTS:
+                raise self.unsupported(here, name)
+            text = part.get("refusal" if name == "refusal" else "text")
             if text is not None and not isinstance(text, str):
                 raise invalid(f"Invalid '{here}.text': it must be a string.", param=f"{here}.text")
             parts.append(text_part(text or ""))
         return joined(parts)
 
-    def anthropic_image(self, block: dict[str, Any], param: str) -> Picture:
+    def anthropic_image(self, block: dict[str, Any], param: str) -> Item:
         """A block of type image."""
-        self.require_image(param, "image", may_show=True)
+        self.require(param, "image", "image", may_show=True)
         source = block.get("source")
         here = f"{param}.source"
         if not isinstance(source, dict):
@@ -58,10 +82,10 @@ class PartReader:
                 media_type = source.get("media_type")
                 if not isinstance(media_type, str) or not media_type:
                     raise invalid(f"Invalid '{here}.media_type': like image/png.", param=f"{here}.media_type")
-                data = _text(source.get("data"), f"{here}.data")
-                return Picture(data, here, is_url=False, media_type=media_type.lower())
+                data = _text(source.get("data"), f"{here}.data", "image")
+                return Item(data, here, is_url=False, media_type=media_type.lower())
             case "url":
-                return Picture(_text(source.get("url"), f"{here}.url"), here)
+                return Item(_text(source.get("url"), f"{here}.url", "image"), here)
         raise invalid(
             f"Invalid '{here}.type': base64 or url; no files are stored here.", param=f"{here}.type"
         )
@@ -70,42 +94,52 @@ class PartReader:
         """Ollama puts pictures beside the text; they stand before it."""
         if not images:
             return text
-        self.require_image(param, "image", may_show)
+        self.require(param, "image", "image", may_show)
         parts = []
         for at, data in enumerate(images):
             here = f"{param}[{at}]"
-            parts.append(image_part(Picture(_text(data, here), here, is_url=False)))
+            parts.append(item_part(Item(_text(data, here, "image"), here, is_url=False)))
         return joined([*parts, text_part(text)] if text else parts)
 
-    def require_image(self, param: str, kind: Any, may_show: bool) -> None:
-        if self.refusal:
-            raise self.unsupported(param, kind)
+    def require(self, param: str, kind: str, name: Any, may_show: bool) -> None:
+        if self.refusals.get(kind):
+            raise self.unsupported(param, name)
         if not may_show:
+            noun = NOUNS[kind]
+            article = "an" if noun[0] in "aeiou" else "a"
             raise invalid(
-                f"'{param}' is a picture; pictures stand in the user's turns and in tool results.",
+                f"'{param}' is {article} {noun}; those stand in the user's turns and in tool results.",
                 param=param,
                 code="unsupported_media",
             )
 
-    def unsupported(self, param: str, kind: Any) -> ApiError:
-        """Of a part that is neither text nor, where they are taken, a picture."""
-        takes = self.refusal or "this model takes text and images only"
+    def unsupported(self, param: str, name: Any, instead: str = "") -> ApiError:
+        """Of a part that is neither text nor, where they are taken, media. `instead`: what the dialect says
+        of it where the model takes it."""
+        name = str(name)
+        why = self.refusals.get(_KINDS.get(name) or _NEAR.get(name, ""), "")
         return invalid(
-            f"'{param}' has type {str(kind)[:40]!r}; {takes}.", param=param, code="unsupported_media"
+            f"'{param}' has type {name[:40]!r}; {why or instead or self._takes(name)}.",
+            param=param,
+            code="unsupported_media",
         )
 
+    def _takes(self, name: str) -> str:
+        kinds = [noun for kind, noun in _TAKEN.items() if not self.refusals.get(kind)]
+        if not kinds:
+            return self.refusals.get("image") or _TEXT_ONLY
+        if name in NOUNS:
+            return f"that comes as {' or '.join(part for part, kind in _KINDS.items() if kind == name)}"
+        return f"this model takes {', '.join(['text', *kinds[:-1]])} and {kinds[-1]} only"
 
-def _openai_image(part: dict[str, Any], kind: str, param: str) -> Picture:
+
+def _image(part: dict[str, Any], name: str, param: str) -> Item:
     """`image_url` is a URL or `{url, detail}`; of an input_image a URL, with `detail` beside it."""
     here = f"{param}.image_url"
     given = part.get("image_url")
     detail = part.get("detail")
-    if kind == "input_image" and given is None and part.get("file_id") is not None:
-        raise invalid(
-            f"'{param}.file_id' is not supported here: no files are stored. Send the picture as a data URL.",
-            param=f"{param}.file_id",
-            code="unsupported_media",
-        )
+    if name == "input_image" and given is None:
+        _refuse_stored(part, param, "picture")
     if isinstance(given, dict):
         detail = given.get("detail", detail)
         given = given.get("url")
@@ -113,14 +147,76 @@ def _openai_image(part: dict[str, Any], kind: str, param: str) -> Picture:
         detail = "auto"
     if detail not in DETAILS:
         raise invalid(f"Invalid '{here}.detail': {', '.join(DETAILS)}.", param=f"{here}.detail")
-    return Picture(_text(given, here), here, detail=detail)
+    return Item(_text(given, here, "image"), here, detail=detail)
 
 
-def _text(value: Any, param: str) -> str:
+def _audio(part: dict[str, Any], name: str, param: str) -> Item:
+    """`input_audio` is `{data, format}`, of which mlx-vlm's server takes a data URL as `data`, too;
+    `audio_url` a URL or `{url}`."""
+    here = f"{param}.{name}"
+    given = part.get(name)
+    if name == "audio_url":
+        return Item(
+            _text(given.get("url") if isinstance(given, dict) else given, here, "audio"), here, kind="audio"
+        )
+    if not isinstance(given, dict):
+        _refuse_stored(part, param, "audio")
+        raise invalid(f"Invalid '{here}': an object with data and format.", param=here, code="invalid_audio")
+    word = given.get("format")
+    if word is not None and word not in AUDIO_FORMATS:
+        raise invalid(
+            f"Invalid '{here}.format': {', '.join(AUDIO_FORMATS)}.",
+            param=f"{here}.format",
+            code="invalid_audio",
+        )
+    data = _text(given.get("data"), f"{here}.data", "audio")
+    return Item(data, here, kind="audio", is_url=is_data_url(data), format=word or "")
+
+
+def _video(part: dict[str, Any], name: str, param: str) -> Item:
+    """A URL or `{url}`, as `video_url` or, except in a part of that type, as `video`. Which frames, beside
+    it."""
+    field = "video_url" if name == "video_url" or (part.get("video_url") is not None) else "video"
+    here = f"{param}.{field}"
+    given = part.get(field)
+    if given is None:
+        _refuse_stored(part, param, "video")
+    if isinstance(given, list):
+        raise invalid(
+            f"'{here}' is a list; a video comes as one file, and pictures as parts of their own.",
+            param=here,
+            code="unsupported_media",
+        )
+    wish = FrameWish.read({key: part[key] for key in FRAME_NAMES if key in part}, param)
+    for key in (*_OF_WHOLE_PROMPT, *_NOT_OF_VIDEOS):
+        if part.get(key) is not None:
+            advice = " It stands beside the messages." if key in _OF_WHOLE_PROMPT else ""
+            raise invalid(
+                f"'{param}.{key}' is not supported here.{advice}",
+                param=f"{param}.{key}",
+                code="unsupported_parameter",
+            )
+    url = given.get("url") if isinstance(given, dict) else given
+    return Item(_text(url, here, "video"), here, kind="video", wish=wish)
+
+
+_READERS = {"image": _image, "audio": _audio, "video": _video}
+
+
+def _refuse_stored(part: dict[str, Any], param: str, noun: str) -> None:
+    if part.get("file_id") is not None:
+        raise invalid(
+            f"'{param}.file_id' is not supported here: no files are stored. Send the {noun} as a data URL.",
+            param=f"{param}.file_id",
+            code="unsupported_media",
+        )
+
+
+def _text(value: Any, param: str, kind: str) -> str:
     if not isinstance(value, str) or not value:
         raise invalid(
-            f"Invalid '{param}': the picture is missing; it must be a text.",
+            f"Invalid '{param}': the {NOUNS[kind]} is missing; it must be a text.",
             param=param,
-            code="invalid_image",
+            code=f"invalid_{kind}",
         )
     return value

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.media.frame_wish import FRAME_NAMES
+from mlx_mesh.proxy.media.item import Item
 from mlx_mesh.proxy.media.limits import LOW_DETAIL_PIXELS, MAX_PIXELS
-from mlx_mesh.proxy.media.picture import Picture
 
 _NAMES = ("min_pixels", "max_pixels")
 
@@ -35,9 +36,11 @@ class PixelBounds:
         given = {name: getattr(body, name) for name in _NAMES}
         for name, value in (body.mm_processor_kwargs or {}).items():
             param = f"mm_processor_kwargs.{name[:40]}"
+            if name in FRAME_NAMES:
+                continue
             if name not in _NAMES:
                 raise invalid(
-                    f"'{param}' is not supported here; {' and '.join(_NAMES)} are.",
+                    f"'{param}' is not supported here; {', '.join((*_NAMES, *FRAME_NAMES))} are.",
                     param=param,
                     code="unsupported_parameter",
                 )
@@ -53,7 +56,7 @@ class PixelBounds:
             )
         return bounds
 
-    def with_detail(self, pictures: Sequence[Picture]) -> PixelBounds:
+    def with_detail(self, pictures: Sequence[Item]) -> PixelBounds:
         """One bound holds for all pictures of a prompt, so `low` counts when all of them have it; numbers
         that were given come first."""
         if self.most or not pictures or any(picture.detail != "low" for picture in pictures):

@@ -11,8 +11,18 @@ from starlette.responses import Response
 from mlx_mesh.proxy.convert.common import Room
 from mlx_mesh.proxy.errors import json_response
 from mlx_mesh.proxy.grammars import CAN_FORCE_CALLS
+from mlx_mesh.proxy.media.containers import kinds
 from mlx_mesh.proxy.media.files import FORMATS
-from mlx_mesh.proxy.media.limits import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_PIXELS, MAX_TOTAL_BYTES
+from mlx_mesh.proxy.media.item import NOUNS
+from mlx_mesh.proxy.media.limits import (
+    MAX_AUDIO_S,
+    MAX_FILE_BYTES,
+    MAX_FRAME_PIXELS,
+    MAX_FRAMES,
+    MAX_ITEMS,
+    MAX_PIXELS,
+    MAX_TOTAL_BYTES,
+)
 from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
 from mlx_mesh.proxy.schemas.common import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOP_LOGPROBS
@@ -92,8 +102,9 @@ async def capabilities(request: Request) -> Response:
                 "choices": True,
                 "cancel": True,
                 "structured_output": services.tokenizer.can_constrain,
-                "images": not services.media.refusal,
-                "audio": False,
+                "images": not services.media.refusal("image"),
+                "audio": not services.media.refusal("audio"),
+                "video": not services.media.refusal("video"),
                 "embeddings": bool(services.embedding_names),
                 "prefix_cache": services.config.keeps_prefixes,
                 "prefixes_per_api_key": services.config.has_prefixes_per_key,
@@ -113,21 +124,36 @@ async def capabilities(request: Request) -> Response:
                 "max_prompts": MAX_PROMPTS,
                 "max_embedding_inputs": MAX_INPUTS,
                 "max_choices": MAX_CHOICES,
-                "max_images": MAX_IMAGES,
-                "max_image_bytes": MAX_IMAGE_BYTES,
+                "max_images": MAX_ITEMS["image"],
+                "max_image_bytes": MAX_FILE_BYTES["image"],
                 "max_images_bytes": MAX_TOTAL_BYTES,
                 "max_image_pixels": MAX_PIXELS,
+                "max_audios": MAX_ITEMS["audio"],
+                "max_audio_bytes": MAX_FILE_BYTES["audio"],
+                "max_audio_seconds": MAX_AUDIO_S,
+                "max_videos": MAX_ITEMS["video"],
+                "max_video_bytes": MAX_FILE_BYTES["video"],
+                "max_video_frames": MAX_FRAMES,
+                "max_video_frame_pixels": MAX_FRAME_PIXELS,
+                "max_media_bytes": MAX_TOTAL_BYTES,
             },
             "media": {
-                "image": {
-                    "available": not services.media.refusal,
-                    "reason": services.media.refusal,
-                    "media_types": [names[0] for names in FORMATS.values()],
+                kind: {
+                    "available": not services.media.refusal(kind),
+                    "reason": services.media.refusal(kind),
+                    "media_types": _media_types(kind),
                     "url_domains": sorted(services.media.fetcher.allowed),
                 }
+                for kind in NOUNS
             },
         }
     )
+
+
+def _media_types(kind: str) -> list[str]:
+    if kind == "image":
+        return [names[0] for names in FORMATS.values()]
+    return [container.types_as(kind)[0] for container in kinds(kind)]
 
 
 def _fields(policy: FieldPolicy) -> dict[str, Any]:

@@ -32,6 +32,9 @@ _NO_CARD = ModelCard(family="", quantization="", size_bytes=0, digest="", modifi
 
 router = APIRouter()
 
+_MEDIA_WORDS = (("image", "vision"), ("audio", "audio"))
+"""Ollama has no word for video."""
+
 
 @router.post("/api/chat")
 async def chat(request: Request) -> Response:
@@ -105,7 +108,7 @@ async def show(request: Request) -> Response:
     capabilities = ["completion"]
     capabilities += ["tools"] if tokenizer.takes_tools else []
     capabilities += ["thinking"] if tokenizer.markup.has_reasoning else []
-    capabilities += ["vision"] if "image" in services.media.kinds else []
+    capabilities += [word for kind, word in _MEDIA_WORDS if kind in services.media.kinds]
     architecture = card.family or "unknown"
     return json_response(
         {

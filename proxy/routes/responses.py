@@ -12,7 +12,7 @@ from mlx_mesh.proxy.answers.responses import ResponsesAnswer
 from mlx_mesh.proxy.convert.common import encode_job, prepare_chat
 from mlx_mesh.proxy.convert.responses import ResponsesJob, item_turns, responses_job
 from mlx_mesh.proxy.errors import ApiError, json_response
-from mlx_mesh.proxy.media.picture import pictures_of
+from mlx_mesh.proxy.media.item import items_of
 from mlx_mesh.proxy.response_store import StoredResponse
 from mlx_mesh.proxy.routes.common import read_body, respond, services_of
 from mlx_mesh.proxy.schemas.fields import parse
@@ -95,8 +95,8 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 def _store(services: Services, asked: ResponsesJob, finished: dict[str, Any]) -> None:
     answer = item_turns(services.tokenizer, finished["output"], services.media.parts)
     turns = [*asked.turns, *answer]
-    for picture in pictures_of(turns):
-        picture.param = "previous_response_id"  # what brings it along from now on
+    for item in items_of(turns):
+        item.param = "previous_response_id"  # what brings it along from now on
     services.responses.put(finished["id"], StoredResponse(finished, turns, asked.items))
 
 

@@ -61,11 +61,13 @@ class CoreSampling(Strict):
 
 class PixelFields(Strict):
     """How many pixels images are scaled to, as in mlx-vlm; `mm_processor_kwargs` is vLLM's place for it, and
-    checked in `media.pixels`."""
+    with `media_io_kwargs` the one for the frames of videos. Checked in `media.pixels` and
+    `media.frame_wish`."""
 
     min_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
     max_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
     mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
 
 
 class SamplingFields(CoreSampling):

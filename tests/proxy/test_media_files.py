@@ -11,16 +11,16 @@ import pytest
 from PIL import Image
 
 from mlx_mesh.proxy.errors import ApiError
-from mlx_mesh.proxy.media import data_urls, limits
+from mlx_mesh.proxy.media import limits
 from mlx_mesh.proxy.media.data_urls import read_base64, read_data_url
 from mlx_mesh.proxy.media.files import check_file
-from mlx_mesh.proxy.media.picture import Picture
+from mlx_mesh.proxy.media.item import Item
 
 PART = "messages[2].content[1].image_url"
 
 
-def picture(source: str = "", media_type: str = "", is_url: bool = True) -> Picture:
-    return Picture(source, PART, is_url=is_url, media_type=media_type)
+def picture(source: str = "", media_type: str = "", is_url: bool = True) -> Item:
+    return Item(source, PART, is_url=is_url, media_type=media_type)
 
 
 def made(kind: str = "PNG", size: tuple[int, int] = (3, 2), mode: str = "RGB", **options: object) -> bytes:
@@ -160,7 +160,7 @@ def test_what_a_data_url_says_is_noted(head: str, media_type: str) -> None:
 
 
 def test_a_file_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_urls, "_MAX_ENCODED", 8)
+    monkeypatch.setitem(limits.MAX_FILE_BYTES, "image", 6)
     assert read_base64(picture("aGVsbG8=", is_url=False)) == b"hello"
     with pytest.raises(ApiError, match="12 characters") as caught:
         read_base64(picture("aGVsbG8gd28=", is_url=False))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mlx_mesh.proxy.errors import ApiError
+from mlx_mesh.proxy.media.item import Item, item_part, text_part
 from mlx_mesh.proxy.media.known_marks import read_known_marks
-from mlx_mesh.proxy.media.marks import ImageMark, KnownMarks, find_mark
-from mlx_mesh.proxy.media.picture import Picture, image_part, text_part
+from mlx_mesh.proxy.media.marks import KnownMarks, Mark, Marks, find_mark
 from mlx_mesh.proxy.media.placing import check_count, place
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
@@ -45,25 +45,26 @@ def known(*names: str, special: tuple[str, ...] = (), family: str | None = None)
     return KnownMarks(names, frozenset(special), family, own=names[0] if names else "")
 
 
-def mark_of(tokenizer: ModelTokenizer, marks: KnownMarks = NOTHING_KNOWN) -> ImageMark:
+def mark_of(tokenizer: ModelTokenizer, marks: KnownMarks = NOTHING_KNOWN) -> Mark:
     mark = find_mark(tokenizer.render, marks)
     assert mark is not None
     return mark
 
 
-def picture(number: int = 0) -> Picture:
-    return Picture("", f"messages[{number}].content[0].image_url")
+def picture(number: int = 0) -> Item:
+    return Item("", f"messages[{number}].content[0].image_url")
 
 
 def user(*parts: Any) -> dict[str, Any]:
-    content = [image_part(part) if isinstance(part, Picture) else text_part(part) for part in parts]
+    content = [item_part(part) if isinstance(part, Item) else text_part(part) for part in parts]
     return {"role": "user", "content": content}
 
 
-def prompt(tokenizer: ModelTokenizer, mark: ImageMark, turns: list[dict[str, Any]]) -> str:
-    placed = place(turns, mark)
+def prompt(tokenizer: ModelTokenizer, mark: Mark, turns: list[dict[str, Any]]) -> str:
+    marks = Marks({"image": mark})
+    placed = place(turns, marks)
     text = tokenizer.render(placed.turns, {"add_generation_prompt": False})
-    check_count(text, mark, placed.pictures)
+    check_count(text, marks, placed.items)
     return text
 
 
@@ -160,7 +161,7 @@ def test_a_users_text_is_never_taken_for_a_picture(
         assert mark.count(told) == 1
         assert told.replace("\N{WORD JOINER}", "").count(evil) >= 3  # it still shows
         calls = [{"id": "1", "type": "function", "function": {"name": evil, "arguments": {evil: [evil]}}}]
-        placed = place([{"role": "assistant", "content": evil, "tool_calls": calls}], mark)
+        placed = place([{"role": "assistant", "content": evil, "tool_calls": calls}], Marks({"image": mark}))
         assert evil not in json.dumps(placed.turns)
 
 
@@ -172,7 +173,7 @@ def test_numbered_and_bracketed_marks_of_users_are_no_pictures_either(model_with
         assert evil not in told.replace(mark.write(1).strip(), "")
 
 
-def test_pictures_of_tool_results_stay_where_the_template_shows_them(model_with: Load) -> None:
+def test_items_of_tool_results_stay_where_the_template_shows_them(model_with: Load) -> None:
     tokenizer = model_with(LISTS.replace("IMAGE", "[IMG]"))
     mark = mark_of(tokenizer)
     tool = {"role": "tool", "content": user("A", picture())["content"]}

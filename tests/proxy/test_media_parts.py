@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mesh.proxy.errors import ApiError
+from mlx_mesh.proxy.media.item import Item, blamed, item_part, items_of, joined, text_part
 from mlx_mesh.proxy.media.parts import PartReader
-from mlx_mesh.proxy.media.picture import Picture, blamed, image_part, joined, pictures_of, text_part
 
-READER = PartReader(refusal="")
+READER = PartReader({})
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.just("data:image/png;base64,aGk="),
     lambda inner: (
@@ -46,11 +46,11 @@ def test_any_part_is_read_or_refused(part: dict[str, Any], kind: Any) -> None:
 
 
 def test_texts_side_by_side_are_lines_and_pictures_part_them() -> None:
-    one, two = Picture("a", "p[1]"), Picture("b", "p[4]")
-    parts = [text_part("x"), image_part(one), text_part("y"), text_part("z"), image_part(two)]
+    one, two = Item("a", "p[1]"), Item("b", "p[4]")
+    parts = [text_part("x"), item_part(one), text_part("y"), text_part("z"), item_part(two)]
     content = joined(parts)
-    assert content == [text_part("x"), image_part(one), text_part("y\nz"), image_part(two)]
-    assert pictures_of([{"content": "text"}, {"content": content}, {}]) == [one, two]
+    assert content == [text_part("x"), item_part(one), text_part("y\nz"), item_part(two)]
+    assert items_of([{"content": "text"}, {"content": content}, {}]) == [one, two]
     assert joined([text_part("x"), text_part("y")]) == "x\ny" and joined([]) == ""
 
 
@@ -66,4 +66,4 @@ def test_texts_side_by_side_are_lines_and_pictures_part_them() -> None:
     ],
 )
 def test_which_part_the_engine_means(param: str, params: tuple[str, ...], named: str) -> None:
-    assert blamed(param, params) == named
+    assert blamed(param, {"image": params}) == named

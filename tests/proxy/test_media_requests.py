@@ -285,7 +285,15 @@ def test_pixel_bounds_and_detail(
         ({"max_pixels": "many"}, "max_pixels"),
         ({"min_pixels": 20, "max_pixels": 10}, "min_pixels"),
         ({"mm_processor_kwargs": {"max_pixels": True}}, "mm_processor_kwargs.max_pixels"),
-        ({"mm_processor_kwargs": {"fps": 2}}, "mm_processor_kwargs.fps"),
+        ({"mm_processor_kwargs": {"fps": 0}}, "mm_processor_kwargs.fps"),
+        ({"mm_processor_kwargs": {"num_frames": 9999}}, "mm_processor_kwargs.num_frames"),
+        ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs.fps"),
+        ({"mm_processor_kwargs": {"nframes": 5, "num_frames": 4}}, "mm_processor_kwargs.nframes"),
+        ({"mm_processor_kwargs": {"min_frames": 5, "max_frames": 4}}, "mm_processor_kwargs.min_frames"),
+        ({"mm_processor_kwargs": {"do_sample_frames": False}}, "mm_processor_kwargs.do_sample_frames"),
+        ({"media_io_kwargs": {"video": {"backend": "opencv"}}}, "media_io_kwargs.video.backend"),
+        ({"media_io_kwargs": {"audio": {"rate": 1}}}, "media_io_kwargs.audio.rate"),
+        ({"media_io_kwargs": {"video": 3}}, "media_io_kwargs.video"),
         ({"max_pixels": 10, "mm_processor_kwargs": {"max_pixels": 11}}, "mm_processor_kwargs.max_pixels"),
     ],
 )
@@ -424,7 +432,7 @@ def test_pictures_by_url_from_an_allowed_host(
     start_front: Any, saying: Any, ids_of: IdsOf, seer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = Hosts()
-    monkeypatch.setattr(Fetcher, "fetch", lambda self, url: hosts.fetch(url))
+    monkeypatch.setattr(Fetcher, "fetch", lambda self, url, kind: hosts.fetch(url))
     front = start_front(
         saying(ids_of("ok")), model=seer, coordinator=SEES, allowed_media_domains=("img.example",)
     )

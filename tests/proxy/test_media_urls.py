@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mesh.proxy.media import fetch
+from mlx_mesh.proxy.media import limits
 from mlx_mesh.proxy.media.addresses import UrlRefused, read_url, refusal_of
 from mlx_mesh.proxy.media.fetch import Fetcher, FetchFailed, FileTooLarge
 
@@ -253,7 +253,7 @@ def test_redirects_are_followed_three_times_and_no_more() -> None:
 def test_what_is_no_good_answer(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, error: type[Exception], why: str
 ) -> None:
-    monkeypatch.setattr(fetch, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setitem(limits.MAX_FILE_BYTES, "image", 1000)
     with pytest.raises(error, match=why):
         Internet(lambda _: answer).fetch(f"http://{HOST}/x")
 
