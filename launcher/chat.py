@@ -17,16 +17,17 @@ from mlx_mesh.launcher.text import harmless
 
 PATH = "/v1/chat/completions"
 
-MAX_IMAGE_BYTES = 20 * 1024 * 1024
+MAX_FILE_BYTES = 20 * 1024 * 1024
 MAX_PIPED_CHARS = 8 * 1024 * 1024
 
 HELP = (
-    "Ctrl-C stops an answer, /new (Ctrl-N) begins anew, image:/path shows an image, /help says this, "
-    "Ctrl-D ends."
+    "Ctrl-C stops an answer, /new (Ctrl-N) begins anew, image:/path, audio:/path and video:/path send a "
+    "file, /help says this, Ctrl-D ends."
 )
 
 _COMMAND = re.compile(r"/[a-z]+$")
-_IMAGE = re.compile(r"(?:^|(?<=\s))image:(?:\"([^\"]+)\"|(\S+))")
+_FILE = re.compile(r"(?:^|(?<=\s))(image|audio|video):(?:\"([^\"]+)\"|(\S+))")
+_EXAMPLES = {"image": ".png or .jpg", "audio": ".wav or .mp3", "video": ".mp4 or .webm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Chat:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def ask(self, question: str) -> Iterator[str]:
-        """Pieces of the answer. A question that fails is forgotten. Raises ApiError, also for an image that
+        """Pieces of the answer. A question that fails is forgotten. Raises ApiError, also for a file that
         cannot be read."""
         messages = [*self._messages, {"role": "user", "content": content_of(question)}]
         body: dict[str, Any] = {
@@ -105,29 +106,34 @@ class Chat:
 
 
 def content_of(question: str) -> str | list[dict[str, Any]]:
-    """The question as the API takes it: `image:/path` or `image:"/a path"` anywhere in it becomes the image
-    itself, so that the server needs no file. Raises ApiError."""
-    images = [Path(quoted or plain) for quoted, plain in _IMAGE.findall(question)]
-    if not images:
+    """The question as the API takes it: `image:/path` or `image:"/a path"` anywhere in it, and the same with
+    audio and video, becomes the file itself, so that the server needs none. Raises ApiError."""
+    files = [(kind, Path(quoted or plain)) for kind, quoted, plain in _FILE.findall(question)]
+    if not files:
         return question
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": _data_url(path)}} for path in images
-    ]
-    text = " ".join(_IMAGE.sub("", question).split())
+    parts = [_part(kind, path) for kind, path in files]
+    text = " ".join(_FILE.sub("", question).split())
     return [*parts, {"type": "text", "text": text}] if text else parts
 
 
-def _data_url(path: Path) -> str:
-    kind = mimetypes.guess_type(path.name)[0] or ""
-    if not kind.startswith("image/"):
-        raise BadQuestion(f"{path} is no image by its name; give a .png or .jpg, for example.")
+def _part(kind: str, path: Path) -> dict[str, Any]:
+    """Audio as vLLM's part: OpenAI's wants its format by a name of its own."""
+    name = f"{kind}_url"
+    return {"type": name, name: {"url": _data_url(kind, path)}}
+
+
+def _data_url(kind: str, path: Path) -> str:
+    """Sound often comes in files that are called video."""
+    media_type = mimetypes.guess_type(path.name)[0] or ""
+    if not media_type.startswith(("audio/", "video/") if kind != "image" else "image/"):
+        raise BadQuestion(f"{path} is no {kind} by its name; give a {_EXAMPLES[kind]}, for example.")
     try:
         data = path.expanduser().read_bytes()
     except OSError as error:
         raise BadQuestion(f"{path} cannot be read ({error.strerror}).") from error
-    if len(data) > MAX_IMAGE_BYTES:
-        raise BadQuestion(f"{path} has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are sent.")
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    if len(data) > MAX_FILE_BYTES:
+        raise BadQuestion(f"{path} has {len(data)} bytes; at most {MAX_FILE_BYTES} are sent.")
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
 def first_model(api: Api) -> str:

@@ -33,12 +33,12 @@ FLAC = Container("FLAC", "flac", ("audio/flac", "audio/x-flac"), (), ("flac",))
 OGG = Container(
     "Ogg", "ogg", ("audio/ogg", "audio/opus", "audio/vorbis", "application/ogg"), (), ("ogg", "opus", "oga")
 )
-AAC = Container("AAC", "aac", ("audio/aac", "audio/aacp", "audio/x-aac"), (), ("aac",))
+AAC = Container("AAC", "aac", ("audio/aac", "audio/aacp", "audio/x-aac", "audio/vnd.dlna.adts"), (), ("aac",))
 AIFF = Container("AIFF", "aiff", ("audio/aiff", "audio/x-aiff"), (), ("aiff", "aif"))
 MP4 = Container(
     "MP4",
     "mov",
-    ("audio/mp4", "audio/m4a", "audio/x-m4a", "audio/aac", "video/mp4", "video/quicktime"),
+    ("audio/mp4", "audio/m4a", "audio/x-m4a", "audio/mp4a-latm", "audio/aac", "video/mp4", "video/quicktime"),
     ("video/mp4", "video/quicktime", "video/x-m4v", "video/3gpp"),
     ("m4a", "mp4", "aac"),
 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import wave
-
-import av
-from av.audio.resampler import AudioResampler
-from av.audio.stream import AudioStream
+from typing import TYPE_CHECKING
 
 from mlx_mesh.proxy.media.containers import DECODERS
-from mlx_mesh.proxy.media.decoding import Outcome, Task, Undecodable, open_container
+from mlx_mesh.proxy.media.decoding import TICKS_PER_S, Outcome, Task, Undecodable, open_container
 from mlx_mesh.proxy.media.limits import MAX_PACKETS
+
+if TYPE_CHECKING:
+    import av
+    from av.audio.stream import AudioStream
+    from av.container import InputContainer
 
 _SAMPLE_BYTES = 2
 _SLACK_S = 0.25  # encoders put silence around it, and say so or not
@@ -21,6 +23,8 @@ _SOURCE_RATES = range(1000, 768001)
 
 def decode_audio(task: Task, data: bytes) -> Outcome:
     """Mono, 16 bit, `task.rate` Hz. Raises Undecodable and av.FFmpegError."""
+    from av.audio.stream import AudioStream
+
     with open_container(data, task.demuxer) as container:
         stream = container.streams.best("audio")
         if not isinstance(stream, AudioStream):
@@ -54,7 +58,9 @@ def _check(stream: AudioStream) -> None:
         raise Undecodable(f"says that it has {codec.channels} channels; at most {_MAX_CHANNELS} are taken")
 
 
-def _decoded(container: av.container.InputContainer, stream: AudioStream, task: Task) -> bytearray:
+def _decoded(container: InputContainer, stream: AudioStream, task: Task) -> bytearray:
+    from av.audio.resampler import AudioResampler
+
     most = int(task.max_seconds * task.rate) * _SAMPLE_BYTES
     resampler = AudioResampler(format="s16", layout="mono", rate=task.rate)
     pcm = bytearray()
@@ -76,7 +82,7 @@ def _samples(frame: av.AudioFrame) -> bytes:
 
 
 def _check_end(
-    container: av.container.InputContainer, stream: AudioStream, task: Task, data: bytes, seconds: float
+    container: InputContainer, stream: AudioStream, task: Task, data: bytes, seconds: float
 ) -> None:
     """A file that ends before its own header says was cut off, or lies."""
     if task.demuxer == "aac" or (task.demuxer == "mp3" and not _has_length(data)):
@@ -85,7 +91,7 @@ def _check_end(
     if stream.duration is not None and stream.time_base is not None:
         said = float(stream.duration * stream.time_base)
     elif container.duration is not None and len(container.streams) == 1:
-        said = container.duration / av.time_base
+        said = container.duration / TICKS_PER_S
     if said is not None and said - seconds > max(_SLACK_S, 0.02 * seconds):
         raise Undecodable(f"is cut off: it says that it has {said:.1f} s, and ends after {seconds:.1f} s")
 

@@ -17,11 +17,7 @@ import resource
 import signal
 import sys
 
-import av
-import av.logging
-import av.subtitles.stream
 import msgspec
-from PIL import Image
 
 from mlx_mesh.proxy.media.decode_audio import decode_audio, wav_of
 from mlx_mesh.proxy.media.decode_video import decode_video
@@ -36,6 +32,9 @@ _OPEN_FILES = 3  # standard input, output and error; they are open
 
 
 def main() -> int:
+    import av
+    import av.logging
+
     signal.alarm(int(DECODE_DEADLINE_S) + 5)
     av.logging.set_level(None)
     _warm_up()
@@ -61,6 +60,10 @@ def main() -> int:
 
 def _warm_up() -> None:
     """Both libraries import by need, and all of it has to be there before nothing can be opened any more."""
+    import av
+    import av.subtitles.stream
+    from PIL import Image
+
     decode_audio(Task(kind="audio", demuxer="wav", rate=8000, max_seconds=1.0), wav_of(bytes(3200), 16000))
     frame = av.VideoFrame(2, 2, "yuv420p").reformat(width=1, height=1, format="rgb24")
     picture = Image.fromarray(frame.to_ndarray())

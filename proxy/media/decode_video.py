@@ -11,15 +11,18 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import av
-from av.video.stream import VideoStream
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from mlx_mesh.mesh.messages import Video
 from mlx_mesh.proxy.media.containers import DECODERS
-from mlx_mesh.proxy.media.decoding import Outcome, Task, Undecodable, open_container
+from mlx_mesh.proxy.media.decoding import TICKS_PER_S, Outcome, Task, Undecodable, open_container
 from mlx_mesh.proxy.media.limits import MAX_FRAME_PIXELS, MAX_PACKETS, MAX_PNG_PIXELS, MAX_VIDEO_PIXELS
+
+if TYPE_CHECKING:
+    import av
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+    from PIL import Image
 
 _JPEG_QUALITY = 95
 _FPS = (0.01, 1000.0)
@@ -91,7 +94,9 @@ def decode_video(task: Task, data: bytes) -> Outcome:
     return Outcome(video=Video(frames=tuple(files), fps=fps, times=times), seconds=length)
 
 
-def _stream(container: av.container.InputContainer) -> VideoStream:
+def _stream(container: InputContainer) -> VideoStream:
+    from av.video.stream import VideoStream
+
     stream = container.streams.best("video")
     if not isinstance(stream, VideoStream):
         raise Undecodable("has no pictures")
@@ -114,7 +119,7 @@ def _check_size(width: int, height: int) -> None:
 # ---------------------------------------------------------------- what there is
 
 
-def _timeline(container: av.container.InputContainer, stream: VideoStream) -> Timeline:
+def _timeline(container: InputContainer, stream: VideoStream) -> Timeline:
     ticks: list[int] = []
     beginnings: list[int] = []
     num_frames = 0
@@ -158,13 +163,11 @@ def _fps(stream: VideoStream, ticks: Sequence[int], per_tick: float) -> float:
     return _DEFAULT_FPS
 
 
-def _check_end(
-    container: av.container.InputContainer, stream: VideoStream, num_frames: int, end_s: float
-) -> None:
+def _check_end(container: InputContainer, stream: VideoStream, num_frames: int, end_s: float) -> None:
     """A file that ends before its own header says was cut off, or lies."""
     if stream.frames > num_frames:
         raise Undecodable(f"is cut off: it says that it has {stream.frames} frames, and has {num_frames}")
-    said = container.duration / av.time_base if container.duration is not None else None
+    said = container.duration / TICKS_PER_S if container.duration is not None else None
     if said is not None and said - end_s > max(_SLACK_S, 0.05 * end_s):
         raise Undecodable(f"is cut off: it says that it has {said:.1f} s, and ends after {end_s:.1f} s")
 
@@ -173,7 +176,7 @@ def _check_end(
 
 
 def _chosen(
-    container: av.container.InputContainer,
+    container: InputContainer,
     stream: VideoStream,
     timeline: Timeline,
     indices: Sequence[int],
@@ -198,6 +201,8 @@ def _picture(
     frame: av.VideoFrame, num_frames: int, size: tuple[int, int] | None
 ) -> tuple[Image.Image, tuple[int, int]]:
     """The frame upright, in colour, and in the size of the first one, which is what all together may have."""
+    from PIL import Image
+
     if size is None:
         share = min(1.0, MAX_VIDEO_PIXELS / num_frames / (frame.width * frame.height)) ** 0.5
         size = max(1, int(frame.width * share)), max(1, int(frame.height * share))

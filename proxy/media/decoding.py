@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct(">Q")
 
+TICKS_PER_S = 1_000_000
+"""FFmpeg's own, in which it gives the length of a file."""
+
 READY = b"+"
 """Said before the file is looked at: what goes wrong earlier is not the file's fault."""
 

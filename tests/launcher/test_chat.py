@@ -118,6 +118,18 @@ def test_an_image_is_sent_itself_and_not_its_path(tmp_path: Path) -> None:
         content_of(f"image:{tmp_path}/notes.txt")
 
 
+def test_audio_and_video_are_sent_like_images(tmp_path: Path) -> None:
+    for name in ("a.wav", "b c.mp4"):
+        (tmp_path / name).write_bytes(b"RIFF")
+    sent = content_of(f'audio:{tmp_path}/a.wav and video:"{tmp_path}/b c.mp4" say?')
+    assert isinstance(sent, list)
+    assert [part["type"] for part in sent] == ["audio_url", "video_url", "text"]
+    assert sent[0]["audio_url"]["url"].endswith(";base64,UklGRg==")
+    assert sent[1]["video_url"]["url"] == "data:video/mp4;base64,UklGRg=="
+    with pytest.raises(ApiError, match=r"no audio by its name; give a \.wav or \.mp3"):
+        content_of(f"audio:{tmp_path}/x.png")
+
+
 def test_an_image_goes_with_one_question_and_stays_in_the_conversation(
     api: ScriptedApi, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +141,7 @@ def test_an_image_goes_with_one_question_and_stays_in_the_conversation(
     assert api.bodies[1]["messages"][1]["content"][0] == image  # the server keeps nothing
     with pytest.raises(ApiError, match=r"none.png cannot be read \(No such file"):
         ask_once(chat, f"image:{tmp_path}/none.png", io.StringIO())
-    monkeypatch.setattr(chat_module, "MAX_IMAGE_BYTES", 3)
+    monkeypatch.setattr(chat_module, "MAX_FILE_BYTES", 3)
     with pytest.raises(ApiError, match="4 bytes; at most 3"):
         ask_once(chat, f"image:{tmp_path}/cat.png", io.StringIO())
 
