@@ -21,8 +21,8 @@ from mlx_mesh.launcher.remote import RemoteHost, run
 from mlx_mesh.launcher.ssh import SshHost
 from mlx_mesh.mesh.doctor import Area, Examined, Finding, Level
 from mlx_mesh.mesh.errors import MeshError
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.host_report import HostReport
-from mlx_mesh.mesh.hostfile import HostEntry
 
 EXAMINE_TIMEOUT_S = 90.0
 

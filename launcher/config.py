@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mlx_mesh.mesh.errors import HostfileError, SettingsError
-from mlx_mesh.mesh.hostfile import DEFAULT_PORT, HostEntry, Hostfile, SyncMode, parse_hostfile
+from mlx_mesh.mesh.host_entry import HostEntry
+from mlx_mesh.mesh.hostfile import DEFAULT_PORT, Hostfile, SyncMode, parse_hostfile
 from mlx_mesh.mesh.hostfile_fields import check_media_domain, check_name
 from mlx_mesh.mesh.interfaces import check_rules
 from mlx_mesh.mesh.kv_options import KvOptions, check_kv_options

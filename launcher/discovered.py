@@ -38,7 +38,8 @@ from mlx_mesh.mesh.discovery import (
     report,
 )
 from mlx_mesh.mesh.errors import MeshError, PreflightError, SettingsError
-from mlx_mesh.mesh.hostfile import HostEntry, Hostfile
+from mlx_mesh.mesh.host_entry import HostEntry
+from mlx_mesh.mesh.hostfile import Hostfile
 from mlx_mesh.mesh.interfaces import check_rules
 
 DISCOVER_S = 5.0

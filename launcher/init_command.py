@@ -29,7 +29,8 @@ from mlx_mesh.launcher.own_wheel import pack_wheel
 from mlx_mesh.launcher.preflight import open_host
 from mlx_mesh.mesh.doctor import Area, Level, Question, duplicates, examine
 from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError, SettingsError
-from mlx_mesh.mesh.hostfile import HostEntry, parse_hostfile
+from mlx_mesh.mesh.host_entry import HostEntry
+from mlx_mesh.mesh.hostfile import parse_hostfile
 from mlx_mesh.mesh.hostfile_fields import check_name, split_ssh_target
 from mlx_mesh.mesh.hostfile_text import FoundHost, describe, describe_links, host_name, hostfile_text
 

@@ -21,8 +21,8 @@ from mlx_mesh.launcher.remote import RemoteHost, run
 from mlx_mesh.launcher.state import state_root
 from mlx_mesh.mesh.doctor import Level
 from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError, SettingsError
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.host_report import HostReport
-from mlx_mesh.mesh.hostfile import HostEntry
 from mlx_mesh.mesh.interfaces import LinkClass
 from mlx_mesh.mesh.net_plan import HostSteps, NetPlan, Step, plan_network, plan_undo
 

@@ -14,7 +14,7 @@ from mlx_mesh.launcher.preflight import open_host
 from mlx_mesh.launcher.remote import RemoteHost, run_program, stream_program
 from mlx_mesh.mesh.doctor import Finding
 from mlx_mesh.mesh.errors import MeshError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.pair_checks import Dialled, PairHost, Ring, chosen_link, dial_finding, neighbours
 
 DIAL_TIMEOUT_S = 40.0

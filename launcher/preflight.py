@@ -27,7 +27,7 @@ from mlx_mesh.launcher.remote import (
 from mlx_mesh.launcher.ssh import SshHost, find_route
 from mlx_mesh.mesh.doctor import install_fix
 from mlx_mesh.mesh.errors import PreflightError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.types import PROTOCOL_VERSION, Backend, HostFacts, Versions
 
 MIN_PYTHON = (3, 11)

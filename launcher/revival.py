@@ -13,7 +13,7 @@ from collections.abc import Callable
 from mlx_mesh.launcher.preflight import open_host, python_of
 from mlx_mesh.launcher.remote import RemoteHost, run_program
 from mlx_mesh.mesh.errors import MeshError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 
 OLD_AGENT_S = 5.0  # an agent whose connection was lost: to end by itself, by TERM, by KILL, so long each
 PROGRAM_MARGIN_S = 20.0

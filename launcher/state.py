@@ -19,7 +19,7 @@ from mlx_mesh.launcher.programs.processes import started
 from mlx_mesh.launcher.text import harmless
 from mlx_mesh.mesh.discovery import AgentRoute
 from mlx_mesh.mesh.errors import AlreadyRunningError, NotRunningError, SettingsError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 
 ERROR_PREFIX = "mlx-mesh: "
 LAST_WORDS_BYTES = 16 * 1024

@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from mlx_mesh.mesh.errors import SettingsError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.messages import MeshConfig
 
 MAX_REPLICAS = 64

@@ -7,6 +7,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${MLX_MESH_VENV:-$root/.venv} # MLX_MESH_VENV: an environment of your own instead of .venv
 python=$venv/bin/python
 
+unset PYTHONDONTWRITEBYTECODE # compile what is imported once, not in every process
+
 say() {
     printf '%s\n' "$*" >&2
 }
@@ -54,7 +56,8 @@ with open(sys.argv[1], "rb") as file:
     print(*tomllib.load(file)["dependency-groups"]["dev"], sep="\n")' "$root/pyproject.toml")
     fi
     say "Installing mlx-mesh and what it needs into $venv (once)"
-    "$python" -m pip install --quiet --quiet "${requirements[@]}" >&2
+    # Compiling all modules would take as long as all the rest; the few that are imported are compiled then.
+    "$python" -m pip install --quiet --quiet --no-compile "${requirements[@]}" >&2
     printf '%s' "$wanted" >"$venv/.mlx-mesh-$kind"
 }
 

@@ -21,7 +21,8 @@ from mlx_mesh.launcher.config import (
     read_hostfile,
 )
 from mlx_mesh.mesh.errors import ExitCode, HostfileError, SettingsError
-from mlx_mesh.mesh.hostfile import HostEntry, Hostfile, parse_hostfile
+from mlx_mesh.mesh.host_entry import HostEntry
+from mlx_mesh.mesh.hostfile import Hostfile, parse_hostfile
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.types import Backend, Sharding
 

@@ -30,7 +30,8 @@ from mlx_mesh.launcher.remote import LocalHost
 from mlx_mesh.mesh.delivery import Holding, Spans, size_of
 from mlx_mesh.mesh.delivery_orders import Refused, Source
 from mlx_mesh.mesh.errors import MeshError, PreflightError
-from mlx_mesh.mesh.hostfile import HostEntry, Hostfile
+from mlx_mesh.mesh.host_entry import HostEntry
+from mlx_mesh.mesh.hostfile import Hostfile
 from mlx_mesh.mesh.types import HostFacts, Placement, Shard, Sharding, Versions
 
 SIZE = 400_000

@@ -16,7 +16,7 @@ from mlx_mesh.launcher.net_command import Notes, apply_host, cable_reached_over,
 from mlx_mesh.launcher.remote import LocalHost
 from mlx_mesh.mesh.doctor import Examined
 from mlx_mesh.mesh.errors import ExitCode, MeshError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.net_plan import HostSteps, NetPlan, Step, plan_network
 
 SUDO = """#!/bin/sh

@@ -22,7 +22,7 @@ from mlx_mesh.launcher.programs import echo_link
 from mlx_mesh.launcher.remote import LocalHost
 from mlx_mesh.mesh.capacity import usable_context
 from mlx_mesh.mesh.errors import ExitCode, PreflightError, SettingsError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.measurements import HostMeasurement, Measurements
 from mlx_mesh.mesh.reference import ReferenceScores, Scored

@@ -24,7 +24,7 @@ from mlx_mesh.launcher.preflight import (
     read_answer,
 )
 from mlx_mesh.mesh.errors import ExitCode, PreflightError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.types import Backend, HostFacts, Versions
 
 FACTS = HostFacts(

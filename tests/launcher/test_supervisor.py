@@ -18,7 +18,7 @@ from mlx_mesh.launcher.preflight import ReadyHost
 from mlx_mesh.launcher.remote import Exit, LocalHost
 from mlx_mesh.launcher.revival import SHORT_LIFE_S
 from mlx_mesh.launcher.supervisor import Supervisor
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.messages import MeshReady
 from mlx_mesh.mesh.types import HostFacts, Versions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_mesh.mesh.errors import SettingsError
-from mlx_mesh.mesh.hostfile import HostEntry
+from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.messages import HostPlan, MeshConfig
 from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.replicas import config_of, divide, share_of
