@@ -22,9 +22,9 @@ from mlx_mesh.node.engine.loader import open_lazy
 from mlx_mesh.node.engine.pictures import PictureError, Pictures
 from mlx_mesh.node.engine.vision_model import load_processor
 from mlx_mesh.node.vision import ONE_PICTURE, why_no_vision
+from mlx_mesh.proxy.media.item import Item, item_part, text_part
 from mlx_mesh.proxy.media.known_marks import read_known_marks
-from mlx_mesh.proxy.media.marks import find_mark
-from mlx_mesh.proxy.media.picture import Picture, image_part, text_part
+from mlx_mesh.proxy.media.marks import Marks, find_mark
 from mlx_mesh.proxy.media.placing import check_count, place
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
@@ -92,7 +92,7 @@ class Model:
         self.tokenizer = ModelTokenizer.load(str(folder))
         mark = find_mark(self.tokenizer.render, read_known_marks(folder, self.tokenizer.added_tokens))
         assert mark is not None
-        self.mark = mark
+        self.marks = Marks({"image": mark})
         self.lazy = open_lazy(folder, with_vision=True)
         self.pictures = Pictures(folder, self.lazy.whole)
 
@@ -100,10 +100,10 @@ class Model:
         """As the front end makes it: each picture before a word of its own."""
         content: list[Any] = []
         for number in range(num_pictures):
-            content += [image_part(Picture("", f"images[{number}]")), text_part(f"word {number} ")]
-        placed = place([{"role": "user", "content": content}], self.mark)
+            content += [item_part(Item("", f"images[{number}]")), text_part(f"word {number} ")]
+        placed = place([{"role": "user", "content": content}], self.marks)
         text = self.tokenizer.render(placed.turns, {"add_generation_prompt": True})
-        check_count(text, self.mark, placed.pictures)
+        check_count(text, self.marks, placed.items)
         return text
 
     def read(self, *files: bytes, **bounds: Any) -> Any:
