@@ -36,6 +36,7 @@ class Kind:
     named: dict[str, str] = field(default_factory=dict)
     preprocessor: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
+    video: dict[str, Any] = field(default_factory=dict)  # preprocessor of videos, where it has a file
     settings: dict[str, Any] = field(default_factory=dict)
     nested: dict[str, dict[str, Any]] = field(default_factory=dict)  # entries of a part of config.json
 
@@ -176,8 +177,15 @@ KINDS: dict[str, Kind] = {
     "gemma4": Kind(
         mark="<|image|>",
         shown="<|image|>",
-        placed={994: "<|audio|>", 992: "<|image>", 993: "<image|>", 995: "<|audio>", 996: "<audio|>"},
-        others=("<|turn>", "<turn|>", "<|video|>"),
+        placed={
+            991: "<|video|>",
+            994: "<|audio|>",
+            992: "<|image>",
+            993: "<image|>",
+            995: "<|audio>",
+            996: "<audio|>",
+        },
+        others=("<|turn>", "<turn|>"),
         named={
             "image_token": "<|image|>",
             "boi_token": "<|image>",
@@ -189,6 +197,7 @@ KINDS: dict[str, Kind] = {
         processor={
             "processor_class": "Gemma4Processor",
             "image_processor": {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+            "video_processor": {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
         },
     ),
     "glm4v": Kind(**_GLM),
@@ -273,6 +282,18 @@ KINDS: dict[str, Kind] = {
             "image_token": "<image>",
         },
     ),
+    "llava_onevision": Kind(
+        mark="<image>",
+        placed={991: "<video>"},
+        shown="<image>\n",
+        preprocessor={
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "image_grid_pinpoints": [[32, 32]],
+            "size": {"height": 32, "width": 32},
+        },
+        video={"size": {"height": 32, "width": 32}},
+        processor={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
     "llava_next": Kind(
         mark="<image>",
         shown="<image>\n",
@@ -290,6 +311,7 @@ KINDS: dict[str, Kind] = {
     ),
     "minicpmv4_6": Kind(
         mark="<|image_pad|>",
+        placed={991: "<|video_pad|>"},
         shown="(<image>./</image>)\n",
         others=(
             "<image>",
@@ -376,6 +398,7 @@ def save(family: str, folder: Path, tiny_vlm: ModuleType) -> Path:
         "generation_config.json": {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
         "preprocessor_config.json": kind.preprocessor,
         "processor_config.json": kind.processor,
+        "video_preprocessor_config.json": kind.video,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": "<s>",
