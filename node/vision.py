@@ -45,6 +45,7 @@ NEVER = {
 
 
 AUDIO = {
+    "gemma3n": "audio_config",
     "gemma4": "audio_config",
     "gemma4_unified": "audio_config",
     "inkling": "audio_config",

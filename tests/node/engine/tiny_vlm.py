@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm import utils
@@ -38,8 +39,13 @@ GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3
 """Families that cut pictures into patches, with a grid for each."""
 
 
-def build(family: str, settings: dict[str, Any] | None = None) -> Any:
-    """mlx-vlm's whole model, random and float32; `settings` in place of the family's config."""
+LARGE_TOWERS = ("gemma3n",)
+"""Families whose vision tower cannot be made small; their audio variants have none."""
+
+
+def build(family: str, settings: dict[str, Any] | None = None, *, is_blind: bool = False) -> Any:
+    """mlx-vlm's whole model, random and float32; `settings` in place of the family's config. `is_blind`:
+    without its vision tower, the rest being the same."""
     config = json.loads(json.dumps(settings or CONFIGS[family]))
     package, _ = utils.get_model_and_args(config=config)
     config.setdefault("text_config", config.pop("llm_config", {}))
@@ -57,6 +63,8 @@ def build(family: str, settings: dict[str, Any] | None = None) -> Any:
         if mx.issubdtype(array.dtype, mx.floating)
     ]
     model.update(tree_unflatten(changed))
+    if is_blind or (family in HEARING and family.partition("#")[0] in LARGE_TOWERS):
+        model.vision_tower = nn.Identity()
     mx.eval(model.parameters())
     return model
 
@@ -148,13 +156,16 @@ def picture(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
     raise KeyError(family)
 
 
+Prompt = tuple[list[int], dict[str, Any]]
+"""Ids, and the keyword arguments of `get_input_embeddings`."""
+
 SOUND = 994
 """The id that stands for a sound's tokens."""
 
 UNKNOWN = 7
 """What stands for a sound's tokens in families whose configs name no id for it."""
 
-_NUM_SOUND_TOKENS = {"qwen3_omni_moe": (7, 4), "minicpmo": (7, 4)}  # of all others: 5, 3
+_NUM_SOUND_TOKENS = {"qwen3_omni_moe": (7, 4), "minicpmo": (7, 4), "gemma3n": (6, 6)}  # of all others: 5, 3
 _PICTURES_WITH_SOUND: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "gemma4": (4, lambda noise: {"pixel_values": noise(1, 3, 16, 16)}),
     "gemma4_unified": (
@@ -207,7 +218,7 @@ def sound(
         inputs |= make(noise)
         put(PICTURE, num_tokens, start=992, end=993)
     counts = _NUM_SOUND_TOKENS.get(name, (5, 3))[:num_sounds]
-    mark = UNKNOWN if name == "minicpmo" else SOUND
+    mark = {"minicpmo": UNKNOWN, "gemma3n": 998}.get(name, SOUND)
     bounds = [put(mark, num_tokens) for num_tokens in counts]
     ids += [(37 * i + 11 + seed) % 900 for i in range(9)]
 
@@ -215,7 +226,12 @@ def sound(
         kept = lengths[:num_sounds]
         return mx.array([[1] * one + [0] * (kept[0] - one) for one in kept])
 
-    if name == "gemma4":
+    if name == "gemma3n":
+        inputs |= {
+            "input_features": noise(num_sounds, 80, 80),
+            "input_features_mask": masks(80, 48).astype(mx.bool_),
+        }
+    elif name == "gemma4":
         inputs |= {"input_features": noise(num_sounds, 20, 128), "input_features_mask": masks(20, 12)}
     elif name == "gemma4_unified":
         inputs |= {"input_features": noise(num_sounds, 5, 40), "input_features_mask": masks(5, 3)}
@@ -243,7 +259,12 @@ def sound(
     return ids, inputs
 
 
-Prompt = tuple[list[int], dict[str, Any]]
+def heard(family: str) -> dict[str, Prompt]:
+    """Prompts with sounds."""
+    found = {"two sounds": sound(family, 1, 2)}
+    if family.partition("#")[0] in _PICTURES_WITH_SOUND:
+        found["a picture and a sound"] = sound(family, 2, 1, has_picture=True)
+    return found
 
 
 def embed_prompt(model: Any, prompt: Prompt) -> tuple[list[int], Any]:
@@ -468,3 +489,12 @@ def prompts_of(
 def text_in(model: Any, family: str, ids: list[int]) -> tuple[list[int], Any]:
     """A prompt of text alone: it has features where prompts are read in one piece."""
     return features_in(model, family, (ids, {})) if why_whole(CONFIGS[family]) else (ids, None)
+
+
+def rows_with_sounds(model: Any, family: str) -> dict[str, tuple[list[int], Any]]:
+    """Prompts with sounds between two of text alone."""
+    return {
+        "short text": text_in(model, family, [(31 * i + 7) % 900 for i in range(9)]),
+        **{name: features_in(model, family, prompt) for name, prompt in heard(family).items()},
+        "long text": text_in(model, family, [(17 * i + 3) % 900 for i in range(30)]),
+    }
