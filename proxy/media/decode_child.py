@@ -45,17 +45,25 @@ def main() -> int:
     task = msgspec.msgpack.decode(_frame(), type=Task)
     data = _frame()
     _give_up_rights()
-    try:
-        outcome = decode_audio(task, data) if task.kind == "audio" else decode_video(task, data)
-    except Undecodable as error:
-        outcome = Outcome(problem=str(error), code=error.code)
-    except MemoryError:
-        outcome = Outcome(problem="needs more memory than one file may have", code="too_large")
-    except (av.FFmpegError, ValueError, OverflowError, ArithmeticError, OSError, TypeError) as error:
-        # What PyAV makes of broken files. Its words name functions and numbers, never data.
-        outcome = Outcome(problem=f"is broken: {str(error)[:200] or type(error).__name__}")
+    outcome = outcome_of(task, data)
     sys.stdout.buffer.write(msgspec.msgpack.encode(outcome))
     return 0
+
+
+def outcome_of(task: Task, data: bytes) -> Outcome:
+    """Whatever is wrong with the file becomes its problem."""
+    import av
+
+    try:
+        return decode_audio(task, data) if task.kind == "audio" else decode_video(task, data)
+    except Undecodable as error:
+        return Outcome(problem=str(error), code=error.code)
+    except MemoryError:
+        return Outcome(problem="needs more memory than one file may have", code="too_large")
+    except (av.FFmpegError, ValueError, OverflowError, ArithmeticError, OSError, TypeError) as error:
+        # What PyAV makes of broken files. Its words name functions and numbers, never data.
+        words = getattr(error, "strerror", None) or str(error)
+        return Outcome(problem=f"is broken: {words[:200].rstrip('.') or type(error).__name__}")
 
 
 def _warm_up() -> None:

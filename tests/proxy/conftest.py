@@ -194,6 +194,35 @@ def seeing_front(
         yield start(script, coordinator={"media": ("image",)})
 
 
+OMNI_TEMPLATE = SEEING_TEMPLATE.replace(
+    "{% else %}{{ part.text }}",
+    "{% elif part.type == 'audio' %}<|audio_pad|>{% elif part.type == 'video' %}<|vision_start|><|video_pad|>"
+    "<|vision_end|>{% else %}{{ part.text }}",
+)
+
+
+@pytest.fixture(scope="session")
+def omni(model_with: Callable[..., ModelTokenizer]) -> ModelTokenizer:
+    """A model that takes pictures, audio and video."""
+    tokens = ("<|vision_start|>", "<|image_pad|>", "<|audio_pad|>", "<|video_pad|>", "<|vision_end|>")
+    return model_with(OMNI_TEMPLATE, tokens)
+
+
+@pytest.fixture(scope="session")
+def omni_front(
+    omni: ModelTokenizer, model_folder: Path, ids_of: Callable[[str], list[int]]
+) -> Iterator[Front]:
+    """One front end of such a model, that may ask a host for files."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TokenChunk | Failed]:
+        yield TokenChunk(id="", prompt_tokens=700 if request.media else 0)
+        yield TokenChunk(id="", token_ids=tuple(ids_of("fine")), finish_reason="stop")
+
+    with _front_ends(omni, model_folder) as start:
+        kinds = {"media": ("image", "audio", "video")}
+        yield start(script, coordinator=kinds, allowed_media_domains=("files.example",))
+
+
 @pytest.fixture(scope="session")
 def ids_of(tokenizer: ModelTokenizer) -> Callable[[str], list[int]]:
     """Tokens of a text, without any around it."""
