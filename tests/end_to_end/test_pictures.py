@@ -39,6 +39,11 @@ def content(*parts: str | bytes) -> list[dict[str, Any]]:
     ]
 
 
+def film_part(film: bytes) -> dict[str, Any]:
+    url = "data:video/mp4;base64," + base64.b64encode(film).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
 def ask(mesh: Any, *messages: tuple[str, Any], **fields: Any) -> Any:
     return mesh.client().chat.completions.create(
         model="local",
@@ -61,6 +66,7 @@ def all_questions(vlm: ModuleType) -> dict[str, list[tuple[str, Any]]]:
             ("assistant", "a picture"),
             ("user", "what colour has it?"),
         ],
+        "film": [("user", [film_part(vlm.film(2)), *content("what happens?", one)])],
         "text": [("user", "no picture at all")],
     }
 
@@ -89,6 +95,7 @@ def test_pictures_are_answered_alike_alone_together_and_at_every_world_size(
             expected.update(texts)
         assert texts == expected
         assert len({texts["one"], texts["other picture"], texts["text"]}) == 3
+        assert texts["film"] != texts["one"]
         assert texts["two"] != texts["two, turned"]
         assert alone["two"].usage.prompt_tokens == alone["one"].usage.prompt_tokens + 6 + len(
             "anddiffer how?"
