@@ -407,7 +407,12 @@ class Bench:
         _patience["deadline_s"] = deadline_s
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    yield Bench()
+@pytest.fixture(scope="session")
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture(autouse=True)
+def usual_patience() -> Iterator[None]:
+    yield
     _patience["deadline_s"] = DEADLINE_S

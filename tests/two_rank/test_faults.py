@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mesh.mesh.messages import Connect, EngineFailed, EngineHello, Heartbeat, StopEngine
+from mlx_mesh.mesh.messages import Connect, EngineFailed, EngineHello, Heartbeat
 from mlx_mesh.mesh.types import Backend, Phase, Sharding
 from mlx_mesh.node.engine.failure import EXIT_AGENT_GONE, EXIT_STATUS
 
@@ -31,8 +31,15 @@ def start(bench: Any, mesh: Any, model: Path, name: str = "pipeline") -> None:
     mesh.load(model, bench.split(sharding, 6, stages))
 
 
-@pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "victim"),
+    [
+        ("pipeline", 1),
+        ("tensor", 0),
+        pytest.param("pipeline", 0, marks=pytest.mark.long),
+        pytest.param("tensor", 1, marks=pytest.mark.long),
+    ],
+)
 def test_the_survivor_of_a_killed_engine_says_peer_lost_and_ends(
     name: str, victim: int, bench: Any, tiny_llama: Path
 ) -> None:
@@ -67,18 +74,6 @@ def test_an_engine_inside_a_collective_ends_with_its_agent(bench: Any, tiny_llam
         mesh.leader.wait_for_kind(Heartbeat, lambda beat: beat.busy and beat.busy_s > 0.5)  # it hangs
         mesh.leader.hang_up()
         assert mesh.leader.wait_for_exit() == EXIT_AGENT_GONE
-
-
-def test_a_stop_in_the_middle_of_requests_ends_all_ranks_cleanly(bench: Any, tiny_llama: Path) -> None:
-    for name in SPLITS:
-        with bench.mesh(2) as mesh:
-            start(bench, mesh, tiny_llama, name)
-            mesh.submit(*[bench.greedy(f"r{i}", [5, 6, i], LONG) for i in range(3)])
-            mesh.wait_for_tokens("r2", 3)
-            assert mesh.stop() == [0, 0]
-            for engine in mesh.engines:
-                assert not any("closed by the peer" in line for line in engine.output), engine.output
-                assert not any(isinstance(report, EngineFailed) for report in engine.reports)
 
 
 def test_a_stranger_on_the_data_port_cannot_keep_the_ranks_for_ever(bench: Any) -> None:
@@ -159,7 +154,9 @@ def stranger_at(port: int) -> socket.socket:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", SPLITS)
-def test_idle_engines_use_no_cpu(name: str, bench: Any, tiny_llama: Path) -> None:
+def test_idle_engines_use_no_cpu_and_end_cleanly_in_the_middle_of_requests(
+    name: str, bench: Any, tiny_llama: Path
+) -> None:
     with bench.mesh(2) as mesh:
         start(bench, mesh, tiny_llama, name)
         mesh.submit(*[bench.greedy(f"r{i}", [5, 6, i], 5 + i) for i in range(3)])
@@ -169,18 +166,27 @@ def test_idle_engines_use_no_cpu(name: str, bench: Any, tiny_llama: Path) -> Non
         for i in range(3):
             mesh.answer(f"r{i}")
         mesh.answer("cancelled")
-        before = [cpu_seconds(engine.process.pid) for engine in mesh.engines]
-        began = time.monotonic()
-        num_beats = sum(isinstance(report, Heartbeat) for report in mesh.leader.reports)
-        mesh.leader.wait_for(  # 3 s of heartbeats
-            lambda reports: sum(isinstance(r, Heartbeat) for r in reports) >= num_beats + 15 or None,
-            "idle time",
-        )
-        seconds = time.monotonic() - began
-        for engine, cpu in zip(mesh.engines, before, strict=True):
-            share = (cpu_seconds(engine.process.pid) - cpu) / seconds
-            assert share < 0.02, f"rank {engine.rank} used {share:.1%} of a core while idle"
-        mesh.leader.send(StopEngine())
+        assert_no_cpu(mesh)
+        mesh.submit(*[bench.greedy(f"late {i}", [5, 6, i], LONG) for i in range(3)])
+        mesh.wait_for_tokens("late 2", 3)
+        assert mesh.stop() == [0, 0]
+        for engine in mesh.engines:
+            assert not any("closed by the peer" in line for line in engine.output), engine.output
+            assert not any(isinstance(report, EngineFailed) for report in engine.reports)
+
+
+def assert_no_cpu(mesh: Any) -> None:
+    """For 3 s of heartbeats."""
+    before = [cpu_seconds(engine.process.pid) for engine in mesh.engines]
+    began = time.monotonic()
+    num_beats = sum(isinstance(report, Heartbeat) for report in mesh.leader.reports)
+    mesh.leader.wait_for(
+        lambda reports: sum(isinstance(r, Heartbeat) for r in reports) >= num_beats + 15 or None, "idle time"
+    )
+    seconds = time.monotonic() - began
+    for engine, cpu in zip(mesh.engines, before, strict=True):
+        share = (cpu_seconds(engine.process.pid) - cpu) / seconds
+        assert share < 0.02, f"rank {engine.rank} used {share:.1%} of a core while idle"
 
 
 def cpu_seconds(pid: int) -> float:
