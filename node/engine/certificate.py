@@ -5,7 +5,7 @@ small random model of the same config - the same pattern of layers, heads, KV gr
 narrow - runs whole, as a pipeline cut wherever the trace allows, and over two tensor ranks, even and not. A
 tensor difference makes every layer be cut linear by linear; if that differs too, nothing is divided. A
 pipeline difference drops the cuts that show it. All of it is deterministic, so every host reaches the same
-verdict.
+verdict. Of a vision model it is the language part, and it reads a picture beside text (`small_vision`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mlx_mesh.node.engine.rehearsal import Rehearsal
 from mlx_mesh.node.engine.row_media import reads_alone
 from mlx_mesh.node.engine.rules import Proposal, Unit, gathered
 from mlx_mesh.node.engine.small import small_configs
+from mlx_mesh.node.engine.small_vision import build_small, forward_rows, made_up
 from mlx_mesh.node.engine.trace import ModelTrace, TraceError, trace_model
 from mlx_mesh.node.engine.vocabulary import vocabulary_units
 from mlx_mesh.node.hub import cache_root
@@ -43,12 +45,16 @@ _TENSOR_WEIGHTS = ((1, 1), (1, 2))
 _MOST_PARAMETERS = 30_000_000
 _SOURCES = (
     "certificate",
+    "features",
+    "language_part",
     "probe",
     "rehearsal",
+    "row_media",
     "rules",
     "rules_mixers",
     "rules_mlp",
     "small",
+    "small_vision",
     "sums",
     "tensor",
     "trace",
@@ -88,6 +94,8 @@ def _key(lazy: LazyModel) -> str:
     """Changes with the config, the parameters' forms (adapters, quantisation), mlx-lm, and our own rules."""
     digest = hashlib.sha256(json.dumps(lazy.config, sort_keys=True, default=str).encode())
     digest.update(mlx_lm.__version__.encode())
+    if reads_alone(lazy.model):
+        digest.update(metadata.version("mlx-vlm").encode())
     for name in _SOURCES:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     for path, array in tree_flatten(lazy.model.parameters()):
@@ -114,6 +122,8 @@ def _certify(lazy: LazyModel, trace: ModelTrace | None) -> Certificate:
         return Certificate(tuple(proposal.units), tuple(proposal.refusals), (), note)
     reference = small.reference
     bad_cuts, notes = _bad_cuts(small, reference, trace)
+    if small.note:
+        notes.append(small.note)
     units, refusals = tuple(proposal.units), list(proposal.refusals)
     small_lazy = small()
     own = divisible_units(small_lazy, small.trace)
@@ -145,32 +155,51 @@ class _Small:
 
     build: Callable[[], LazyModel]
     trace: ModelTrace | None
+    forward: Callable[[Any], list[Any]]
     reference: list[Any]
+    note: str = ""
 
     def __call__(self) -> LazyModel:
         return self.build()
 
 
 def _small_model(lazy: LazyModel) -> _Small | None:
-    """None when no narrowing of the config works. mlx-lm's model of a vision model's config is another one
-    than the language part that is served."""
-    if reads_alone(lazy.model):
-        return None
+    """None when no narrowing of the config works."""
     for config in small_configs(lazy.config):
         try:
             weights = _weights(_build(lazy, config, None))
             build = functools.partial(_build, lazy, config, weights)
-            reference = _forward(build())
-            return _Small(build, _trace_or_none(build()), reference)
+            if not reads_alone(lazy.model):
+                return _Small(build, _trace_or_none(build()), _forward, _forward(build()))
+            return _small_vision(build, config)
         except Exception:
             continue  # sizes that the model does not accept
     return None
 
 
+def _small_vision(build: Callable[[], LazyModel], config: dict[str, Any]) -> _Small:
+    """With a picture, where one can be made up for the family, else with text alone."""
+    note = "a picture's features cannot be made up"
+    picture = made_up(build().model, config)
+    if picture is not None:
+        try:
+            forward = functools.partial(forward_rows, picture=picture)
+            return _Small(build, _trace_or_none(build()), forward, forward(build().model))
+        except Exception as error:  # whatever a model's own code says of it
+            note = f"a made-up picture is not accepted ({type(error).__name__}: {error})"
+    forward = functools.partial(forward_rows, picture=None)
+    reference = forward(build().model)
+    return _Small(build, _trace_or_none(build()), forward, reference, f"tried with text alone: {note}")
+
+
 def _build(lazy: LazyModel, config: dict[str, Any], weights: list[tuple[str, Any]] | None) -> LazyModel:
     """A model of `config` with these weights, which all copies share; None: as it is made, lazy."""
-    model_class, args_class = mlx_lm.utils._get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    model: Any
+    if reads_alone(lazy.model):
+        model = build_small(config)
+    else:
+        model_class, args_class = mlx_lm.utils._get_classes(config)
+        model = model_class(args_class.from_dict(config))
     model.eval()
     if weights is not None:
         model.update(tree_unflatten(weights))
@@ -252,7 +281,7 @@ def _divided_gap(
         model = shard_model(
             small(), placement, rank, exchange, lambda *_: None, proposal=proposal, trace=small.trace
         ).model
-        return _forward(model)
+        return small.forward(model)
 
     try:
         return _gap(Rehearsal(placement.world_size).run(body)[0], reference)
