@@ -71,6 +71,14 @@ def ask(mesh: Any, body: dict[str, Any], request_id: str = "") -> Any:
     return httpx.post(f"{mesh.url}/v1/chat/completions", json=body, headers=headers, timeout=600)
 
 
+def ask_again(mesh: Any, body: dict[str, Any]) -> Any:
+    """Until the mesh is ready: one that comes when an engine has just ended is not taken."""
+    give_up = time.monotonic() + WITHIN_S
+    while (answer := ask(mesh, body)).status_code == 503 and time.monotonic() < give_up:
+        time.sleep(0.5)  # its Retry-After is longer
+    return answer
+
+
 def text_of(answer: Any) -> str:
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["message"]["content"]
@@ -79,7 +87,7 @@ def text_of(answer: Any) -> str:
 
 def ask_all(mesh: Any, asked: dict[str, dict[str, Any]]) -> dict[str, str]:
     with ThreadPoolExecutor(len(asked)) as pool:
-        answers = pool.map(lambda body: text_of(ask(mesh, body)), asked.values())
+        answers = pool.map(lambda body: text_of(ask_again(mesh, body)), asked.values())
         return dict(zip(asked, answers, strict=True))
 
 
