@@ -317,6 +317,12 @@ def tiny_vlm_folder(vlm: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def clips() -> ModuleType:
+    """See clips.py: small files with sound, and films."""
+    return load_module(ROOT / "tests" / "clips.py")
+
+
+@pytest.fixture(scope="session")
 def alm() -> ModuleType:
     """See alm.py: a tiny model that hears and sees, sounds and prompts for it."""
     return load_module(ROOT / "tests" / "alm.py")

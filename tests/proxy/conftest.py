@@ -114,22 +114,13 @@ def families() -> Any:
 
 
 def load_families() -> Any:
-    return _load("proxy_families", "families.py")
-
-
-def _load(name: str, file: str) -> Any:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / file)
+    if "proxy_families" not in sys.modules:
+        path = Path(__file__).parent / "families.py"
+        spec = importlib.util.spec_from_file_location("proxy_families", path)
         assert spec and spec.loader
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        module = sys.modules["proxy_families"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-@pytest.fixture(scope="session")
-def clips() -> Any:
-    """The module that makes small files with sound and pictures."""
-    return _load("proxy_clips", "clips.py")
+    return sys.modules["proxy_families"]
 
 
 @pytest.fixture(scope="session")

@@ -53,8 +53,9 @@ def film(
     rate: int = 10,
     size: tuple[int, int] = (64, 48),
     gop: int = 10,
+    first: int = 0,
 ) -> bytes:
-    """Its frame `i` is grey, as light as `shade(i)`."""
+    """Its frame `i` is grey, as light as `shade(first + i)`."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream(codec, rate=rate)
@@ -64,7 +65,7 @@ def film(
         stream.gop_size = gop
         output.start_encoding()
         for number in range(num_frames):
-            data = np.full((size[1], size[0], 3), shade(number), np.uint8)
+            data = np.full((size[1], size[0], 3), shade(first + number), np.uint8)
             output.mux(stream.encode(av.VideoFrame.from_ndarray(data, format="rgb24")))
         output.mux(stream.encode(None))
     return file.getvalue()
