@@ -103,6 +103,7 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     media_refusals: dict[str, str] = {}  # by kind: why not
     tower_bytes: int = 0  # towers and projectors of such models, on rank 0 alone
     alone_reason: str = ""  # why it serves one sequence at a time; '' = many
+    whole_reason: str = ""  # why it reads each prompt in one piece; '' = in chunks
 
     @property
     def weights_bytes(self) -> int:

@@ -962,6 +962,8 @@ class Readiness(Message, frozen=True):
         str, ...
     ] = ()  # what prompts may hold beside text, see MEDIA_KINDS; () before the first epoch
     media_refusals: dict[str, str] = {}  # why not others, as far as it is known
+    alone_reason: str = ""  # see ModelFootprint
+    whole_reason: str = ""  # likewise
 
 
 class Drain(Message, frozen=True):

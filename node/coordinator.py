@@ -428,6 +428,8 @@ class Coordinator:
             self._output.note(f"prompts hold text only: {why}")
         if self._footprint.alone_reason:
             self._output.note(f"one sequence at a time: {self._footprint.alone_reason}")
+        if self._footprint.whole_reason:
+            self._output.note(f"each prompt is read in one piece: {self._footprint.whole_reason}")
         self._changed.set()
 
     async def _sizes_of(
@@ -524,6 +526,8 @@ class Coordinator:
             lineup=lineup,
             media=self._footprint.media if self._footprint is not None else (),
             media_refusals=self._footprint.media_refusals if self._footprint is not None else {},
+            alone_reason=self._footprint.alone_reason if self._footprint is not None else "",
+            whole_reason=self._footprint.whole_reason if self._footprint is not None else "",
         )
         if num_again:
             self._output.note(f"admitted {num_again} open requests again")

@@ -96,9 +96,11 @@ class Desk:
         lineup: str = "",
         media: tuple[str, ...] = (),
         media_refusals: dict[str, str] | None = None,
+        alone_reason: str = "",
+        whole_reason: str = "",
     ) -> int:
         """All ranks of `epoch` are ready: admit what is open and take new requests. Returns how many were
-        open. `world_size` 0: as before; `lineup`, `media`, `media_refusals`: see Readiness."""
+        open. `world_size` 0: as before; the others: see Readiness."""
         self._owed_since = self._now()
         self._is_waiting_room = True
         self._announce(
@@ -112,6 +114,8 @@ class Desk:
                 lineup=lineup,
                 media=media,
                 media_refusals=media_refusals or {},
+                alone_reason=alone_reason,
+                whole_reason=whole_reason,
             )
         )
         self._admit()

@@ -89,7 +89,8 @@ async def capabilities(request: Request) -> Response:
             },
             "features": {
                 "streaming": True,
-                "continuous_batching": True,
+                "continuous_batching": not services.client.readiness.alone_reason,
+                "chunked_prefill": not services.client.readiness.whole_reason,
                 "logprobs": True,
                 "seed": True,
                 "stop_strings": True,
@@ -108,6 +109,10 @@ async def capabilities(request: Request) -> Response:
                 "embeddings": bool(services.embedding_names),
                 "prefix_cache": services.config.keeps_prefixes,
                 "prefixes_per_api_key": services.config.has_prefixes_per_key,
+            },
+            "reasons": {  # of features that this model does not have
+                "continuous_batching": services.client.readiness.alone_reason,
+                "chunked_prefill": services.client.readiness.whole_reason,
             },
             "kv_cache": {
                 "bits": services.config.kv_bits or None,

@@ -233,6 +233,8 @@ class ScriptedCoordinator:
     kv: KvBudget = field(default_factory=KvBudget)
     media: tuple[str, ...] = ()
     media_refusals: dict[str, str] = field(default_factory=dict)
+    alone_reason: str = ""
+    whole_reason: str = ""
     requests: list[GenerateRequest] = field(default_factory=list)
     cancelled: queue.Queue[str] = field(default_factory=queue.Queue)
     answers_status: bool = True
@@ -308,6 +310,8 @@ class ScriptedCoordinator:
                 kv=self.kv,
                 media=self.media,
                 media_refusals=self.media_refusals,
+                alone_reason=self.alone_reason,
+                whole_reason=self.whole_reason,
                 code=code,
             )
         )

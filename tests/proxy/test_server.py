@@ -187,6 +187,21 @@ def test_capabilities_say_what_is_honoured_refused_and_ignored(plain_front: Any)
     assert "modalities" in chat["fields"]["refused"] and "user" in chat["fields"]["ignored"]
 
 
+def test_capabilities_say_what_the_model_cannot_do_and_why(
+    start_front: Any, saying: Any, ids_of: Any
+) -> None:
+    reasons = {"alone_reason": "its caches cannot be joined", "whole_reason": "a token sees later ones"}
+    for given in ({}, reasons):
+        front = start_front(saying(ids_of("ok")), coordinator=given)
+        body = front.http.get("/v1/capabilities").json()
+        for feature in ("continuous_batching", "chunked_prefill"):
+            assert body["features"][feature] is not bool(given)
+        assert body["reasons"] == {
+            "continuous_batching": given.get("alone_reason", ""),
+            "chunked_prefill": given.get("whole_reason", ""),
+        }
+
+
 def test_the_documentation_names_every_field_and_header() -> None:
     text = API_DOC.read_text()
     named = set(re.findall(r"`([a-z0-9_]+)`", text))

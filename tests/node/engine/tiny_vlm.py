@@ -256,6 +256,9 @@ def sound(
         }
     else:
         raise KeyError(family)
+    if has_picture and name.startswith("gemma4"):
+        kinds = {PICTURE: 1, mark: 3}
+        inputs["mm_token_type_ids"] = mx.array([[kinds.get(token, 0) for token in ids]])
     return ids, inputs
 
 
