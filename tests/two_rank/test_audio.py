@@ -112,3 +112,27 @@ def test_sounds_pictures_and_text_give_what_they_give_alone(
         if sharding is Sharding.PIPELINE:
             assert held[0] > max(held[1:]), "only the leader has the towers"
         assert mesh.stop() == [0] * len(stages)
+
+
+FAMILIES = (
+    "gemma4_unified:sounds",
+    "inkling:sounds",
+    "minicpmo:sounds",
+    "nemotron_h_nano_omni:sounds",
+    "qwen3_omni_moe:sounds",
+    "gemma4#blocks:picture",
+    "paligemma:picture",
+)
+"""With sounds, and such as read their prompts in one piece."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_families_that_hear_or_read_in_one_piece_compute_over_a_ring_what_mlx_vlm_computes(
+    world_size: int, bench: Any, tmp_path: Path
+) -> None:
+    program = Path(__file__).parent / "picture_rank.py"
+    rows = bench.run_ring(program, world_size, str(tmp_path), ",".join(FAMILIES), limit_s=800)
+    assert {row["family"] for row in rows if row["plan"] == "pipeline"} == set(FAMILIES)
+    assert {row["family"] for row in rows if row["plan"] == "tensor"}
+    assert not [row for row in rows if row["gap"] > 1e-5], rows

@@ -321,7 +321,12 @@ def both(family: str, seed: int = 1) -> tuple[list[int], dict[str, Any]]:
     return [*ids, *more], inputs | others
 
 
-SHOWN = {"picture": picture, "video": video, "both": both}
+def sounds(family: str, seed: int = 1) -> Prompt:
+    """Two of them."""
+    return sound(family, seed, 2)
+
+
+SHOWN = {"picture": picture, "video": video, "both": both, "sounds": sounds}
 
 
 def _has_grids_of_both(inputs: dict[str, Any]) -> bool:
