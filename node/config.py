@@ -11,6 +11,7 @@ import contextlib
 import getpass
 import hashlib
 import ipaddress
+import itertools
 import os
 import secrets
 import socket
@@ -24,6 +25,7 @@ from dotenv import dotenv_values
 from mlx_mesh.mesh import prefix_settings
 from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.foreign_flags import refuse_foreign
+from mlx_mesh.mesh.hostfile_fields import check_media_domain
 from mlx_mesh.mesh.interfaces import check_rules
 from mlx_mesh.mesh.kv_options import check_kv_options
 from mlx_mesh.mesh.log_lines import LOG_FORMATS
@@ -134,6 +136,14 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="address for HTTP (127.0.0.1)")
     serve.add_argument("--port", type=int, default=18000, help="port for HTTP (18000), 0 = a free one")
     serve.add_argument("--api-key-file", metavar="FILE", help="one API key per line")
+    serve.add_argument(
+        "--allowed-media-domains",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="HOST",
+        help="hosts that media in requests may be fetched from (default none: data URLs only)",
+    )
     serve.add_argument("--served-model-name", action="append", default=[], metavar="NAME")
     serve.add_argument("--embedding-model", default="", metavar="MODEL", help="for /v1/embeddings")
     serve.add_argument(
@@ -283,6 +293,8 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
     api_keys = _api_keys(flags.api_key_file, source)
     if flags.max_kv_size is not None and flags.max_kv_size < 1:
         raise SettingsError(f"--max-kv-size {flags.max_kv_size} is out of range; it must be at least 1.")
+    for problem in itertools.chain.from_iterable(map(check_media_domain, flags.allowed_media_domains)):
+        raise SettingsError(f"--allowed-media-domains: {problem}.")
     for problem in check_rules(flags.interface):
         raise SettingsError(f"--interface {problem}.")
     return msgspec.structs.replace(
@@ -294,6 +306,7 @@ def _serving(mesh: MeshConfig, flags: argparse.Namespace, source: _Source) -> Me
         serve_host=flags.host,
         serve_port=flags.port,
         api_keys=api_keys,
+        allowed_media_domains=tuple(host.lower() for host in flags.allowed_media_domains),
         served_model_names=tuple(flags.served_model_name),
         chat_template=flags.chat_template,
         vision=VisionMode.of(flags.vision),

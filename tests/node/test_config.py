@@ -230,11 +230,15 @@ def test_the_serving_flags_reach_the_leader(bootstrap: Bootstrap, tmp_path: Path
 
 
 def test_other_models_the_context_and_the_form_of_log_lines_reach_the_leader(bootstrap: Bootstrap) -> None:
-    words = "--allow-model org/b --allow-model org/c --max-kv-size 512 --log-format json"
+    words = (
+        "--allow-model org/b --allow-model org/c --max-kv-size 512 --log-format json "
+        "--allowed-media-domains Img.Example cdn.example --allowed-media-domains b.example"
+    )
     config = bootstrap.config(*words.split(), env=LOOPBACK)
     mesh = mesh_of(config)
     assert mesh.allowed_models == ("org/b", "org/c")
     assert (mesh.context_length, mesh.plan_context) == (512, 512)
+    assert mesh.allowed_media_domains == ("img.example", "cdn.example", "b.example")
     assert mesh.log_format == config.log_format == "json"
     assert mesh_of(bootstrap.config(env=LOOPBACK)).context_length == 0
 
@@ -244,6 +248,10 @@ def test_other_models_the_context_and_the_form_of_log_lines_reach_the_leader(boo
     [
         (("--max-kv-size", "0"), "--max-kv-size 0"),
         (("--replicas", "2"), "one mesh"),
+        (
+            ("--allowed-media-domains", "a.example", "https://b.example"),
+            "`https://b.example` is no host name",
+        ),
         (("--prefix-cache-per-key",), "API keys"),
     ],
 )
