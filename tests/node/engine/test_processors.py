@@ -230,6 +230,14 @@ def test_every_family_that_is_served_is_in_the_table() -> None:
     assert served == TOKENS.keys() | LEFT_OUT.keys()
 
 
+def test_the_document_says_what_was_seen_of_each_family() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "vision.md").read_text(encoding="utf-8")
+    for family, counts in TOKENS.items():
+        many = "one" if family.partition("#")[0] in ONE_PICTURE else "many"
+        how = "by the processor" if family in SCALED else "made smaller before" if family in SHRUNK else "–"
+        assert f"| {family} | {counts[0]}, {counts[1]} | {many} | {how} |" in document
+
+
 def test_no_code_of_a_model_folder_is_run(
     tiny_vlm: ModuleType, vlm_folders: ModuleType, tmp_path: Path
 ) -> None:
