@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.kv_budget import KvBudget
@@ -16,9 +15,7 @@ from mlx_mesh.mesh.kv_options import KvOptions
 from mlx_mesh.mesh.membership import Verdict
 from mlx_mesh.mesh.messages import (
     Connect,
-    CoordinatorMessage,
     Deadlines,
-    EngineCommand,
     JoinPlans,
     Load,
     ReservePorts,
@@ -29,7 +26,9 @@ from mlx_mesh.mesh.prefix_settings import PrefixSettings
 from mlx_mesh.mesh.topology import AddressPlan
 from mlx_mesh.mesh.types import Backend, Phase, Placement
 from mlx_mesh.node.gathering import version_differences
-from mlx_mesh.node.roster import Member, RankRecord, Roster, Seat
+from mlx_mesh.node.roster import RankRecord, Roster, Seat
+from mlx_mesh.node.switchboard import Switchboard
+from mlx_mesh.node.waits import Waits
 
 _REPORT_S = 1.0
 """How much later than a limit we judge: the words of a rank that missed it by itself are better than ours."""
@@ -58,32 +57,14 @@ class EpochPlan:
     is_first: bool  # no epoch was ready before: what misses a deadline now is not tried again
 
 
-class Control(Protocol):
-    """What bring-up needs of the coordinator."""
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What bring-up works with."""
 
     roster: Roster
     deadlines: Deadlines
-
-    def send(self, member: Member, message: CoordinatorMessage) -> None: ...
-
-    def command(self, rank: int, command: EngineCommand) -> None: ...
-
-    def enter(self, phase: Phase) -> None:
-        """All ranks begin `phase`."""
-        ...
-
-    async def wait(
-        self, done: Callable[[], bool], limit_s: Callable[[], float | None], late: Callable[[], Verdict]
-    ) -> None:
-        """Until `done`; a rank or host that breaks meanwhile, or `limit_s` (left, from now) at 0, ends the
-        epoch."""
-        ...
-
-    def timer(self, seconds: float) -> Callable[[], float | None]:
-        """Seconds left of a limit that starts now."""
-        ...
-
-    def age(self, at: float) -> float: ...
+    switchboard: Switchboard
+    waits: Waits
 
 
 async def bring_up(control: Control, plan: EpochPlan) -> None:
@@ -99,9 +80,9 @@ async def bring_up(control: Control, plan: EpochPlan) -> None:
 
 async def _spawn(control: Control, plan: EpochPlan) -> None:
     """Engine processes start and say what they imported."""
-    control.enter(Phase.STARTING)
+    control.switchboard.enter(Phase.STARTING)
     for seat, member in list(control.roster.placed()):
-        control.send(
+        control.switchboard.send(
             member,
             StartEpoch(
                 epoch=plan.epoch,
@@ -132,7 +113,7 @@ async def _spawn(control: Control, plan: EpochPlan) -> None:
 
 async def _connect(control: Control, plan: EpochPlan) -> None:
     """Data ports, then the data group with its checked collective, then the plan channel."""
-    control.enter(Phase.CONNECTING)
+    control.switchboard.enter(Phase.CONNECTING)
     addresses: tuple[tuple[str, ...], ...] = ()
     coordinator = ""
     if plan.backend is not Backend.NONE:
@@ -140,7 +121,7 @@ async def _connect(control: Control, plan: EpochPlan) -> None:
         if plan.backend is not Backend.RING:
             coordinator = addresses[0][0]
     for record in control.roster.ranks:
-        control.command(
+        control.switchboard.command(
             record.rank,
             Connect(
                 epoch=plan.epoch,
@@ -164,23 +145,23 @@ async def _connect(control: Control, plan: EpochPlan) -> None:
     )
     endpoint = control.roster.ranks[0].reached[Phase.CONNECTED].plan_endpoint
     for record in control.roster.ranks[1:]:
-        control.command(record.rank, JoinPlans(endpoint=endpoint))
+        control.switchboard.command(record.rank, JoinPlans(endpoint=endpoint))
 
 
 async def _reserve_ports(control: Control, plan: EpochPlan) -> tuple[tuple[str, ...], ...]:
     """ "ip:port"s by rank."""
     members = list(control.roster.placed())
     for _, member in members:
-        control.send(member, ReservePorts(epoch=plan.epoch, num_per_rank=1))
+        control.switchboard.send(member, ReservePorts(epoch=plan.epoch, num_per_rank=1))
 
     def late() -> Verdict:
         seat = next(seat for seat, member in members if member.ports is None)
         limit = control.deadlines.connect_s
         return _host_verdict(seat, f"no data ports were reserved within connect_s = {limit:g} s")
 
-    await control.wait(
+    await control.waits.wait(
         lambda: all(member.ports is not None for _, member in members),
-        control.timer(control.deadlines.connect_s),
+        control.waits.timer(control.deadlines.connect_s),
         late,
     )
     by_rank: dict[int, tuple[str, ...]] = {}
@@ -194,9 +175,9 @@ async def _reserve_ports(control: Control, plan: EpochPlan) -> tuple[tuple[str, 
 
 async def _load(control: Control, plan: EpochPlan) -> None:
     """Each rank reads its share; the limit is on silence, not on the whole."""
-    control.enter(Phase.LOADING)
+    control.switchboard.enter(Phase.LOADING)
     for record in control.roster.ranks:
-        control.command(
+        control.switchboard.command(
             record.rank,
             Load(
                 model=plan.model,
@@ -219,10 +200,10 @@ async def _load(control: Control, plan: EpochPlan) -> None:
         return [record for record in control.roster.ranks if Phase.LOADED not in record.reached]
 
     def left() -> float:
-        return min((limit - control.age(record.moved_at) for record in loading()), default=limit)
+        return min((limit - control.waits.age(record.moved_at) for record in loading()), default=limit)
 
     def late() -> Verdict:
-        record = max(loading(), key=lambda r: control.age(r.moved_at))
+        record = max(loading(), key=lambda r: control.waits.age(r.moved_at))
         progress = record.progress
         how_far = f"{progress.done} of {progress.total} layers" if progress else "no layer yet"
         return Verdict(
@@ -233,7 +214,7 @@ async def _load(control: Control, plan: EpochPlan) -> None:
             retryable=not plan.is_first,
         )
 
-    await control.wait(lambda: not loading(), left, late)
+    await control.waits.wait(lambda: not loading(), left, late)
     _compare_plans(control.roster, plan.placement)
 
 
@@ -251,10 +232,10 @@ def _compare_plans(roster: Roster, placement: Placement) -> None:
 
 async def _warm_up(control: Control, plan: EpochPlan) -> None:
     """Every cut is checked and one token goes through all ranks."""
-    control.enter(Phase.WARMING)
+    control.switchboard.enter(Phase.WARMING)
     prefixes = common_prefixes(control.roster)
     for record in control.roster.ranks:
-        control.command(record.rank, WarmUp(prefixes=prefixes))
+        control.switchboard.command(record.rank, WarmUp(prefixes=prefixes))
     await _barrier(
         control,
         plan,
@@ -301,7 +282,7 @@ async def _barrier(
             retryable=phase is Phase.CONNECTING or not plan.is_first,
         )
 
-    await control.wait(lambda: not missing(), control.timer(limit_s + _REPORT_S), late)
+    await control.waits.wait(lambda: not missing(), control.waits.timer(limit_s + _REPORT_S), late)
 
 
 def _host_verdict(seat: Seat, evidence: str) -> Verdict:

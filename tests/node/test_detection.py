@@ -15,8 +15,8 @@ import pytest
 from mlx_mesh.mesh.membership import Verdict, VerdictKind, judge
 from mlx_mesh.mesh.messages import AgentBeat, Deadlines, Heartbeat, HostPlan, MeshConfig, RankExited
 from mlx_mesh.mesh.types import Phase
-from mlx_mesh.node.coordinator import TICK_S
 from mlx_mesh.node.roster import Roster
+from mlx_mesh.node.waits import TICK_S
 
 LIMITS = Deadlines()
 QUARTERS = 4  # of a second: the clock's steps

@@ -29,7 +29,7 @@ from mlx_mesh.mesh.messages import (
     SwitchModel,
     UnloadModel,
 )
-from mlx_mesh.node import coordinator
+from mlx_mesh.node import recovery
 
 LONG = 200
 """Tokens of an answer that is still being made when something happens to it."""
@@ -143,7 +143,7 @@ async def test_a_dead_replicas_request_goes_on_in_the_other_one_and_nothing_else
 async def test_a_replica_that_fails_too_often_rests_and_is_tried_again(
     run_mesh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "REST_S", 0.5)
+    monkeypatch.setattr(recovery, "REST_S", 0.5)
     async with run_mesh() as mesh:
         two_replicas(mesh)
         mesh.engine_script["2.0.load"] = "fail:config"  # only the one that is killed has a second epoch

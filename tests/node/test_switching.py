@@ -22,7 +22,7 @@ from mlx_mesh.mesh.messages import (
     SwitchModel,
     UnloadModel,
 )
-from mlx_mesh.node import coordinator
+from mlx_mesh.node import model_changes, served_model
 from mlx_mesh.node.facts import digest_model
 from mlx_mesh.node.processes import identify
 from mlx_mesh.node.switching import refusal
@@ -179,11 +179,12 @@ async def test_a_rank_that_dies_before_a_switch_begins_costs_the_switch_and_no_r
 ) -> None:
     async with run_mesh() as mesh:
         leader, line = await up(mesh, other)
-        line.submit("open", 60)
+        victim = (await line.status()).ranks[1].engine_pid
+        line.submit("open", 120)
         assert (await order(line, other)).is_changing
-        os.kill((await line.status()).ranks[1].engine_pid, signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         ids, how = await line.answer("open")
-        assert (ids[-1], how) == (mesh.undisturbed_tokens(60)[-1], "length")
+        assert (ids[-1], how) == (mesh.undisturbed_tokens(120)[-1], "length")
         await leader.output.wait_for(MeshReady, lambda event: event.epoch == 2)
         status = await line.status()
         assert status.model == "model" and "is not loaded" in status.switch
@@ -217,7 +218,7 @@ async def test_a_model_whose_caches_cannot_be_kept_as_the_mesh_keeps_them_is_ref
         def refuse(footprint: Any, options: Any) -> Any:
             raise PlacementError("its keys and values cannot be quantised")
 
-        monkeypatch.setattr(coordinator, "with_kv_options", refuse)
+        monkeypatch.setattr(served_model, "with_kv_options", refuse)
         reply = await order(line, other)
         assert (reply.error, reply.is_changing) == ("model_does_not_fit", False)
         assert "quantised" in reply.message
@@ -231,7 +232,7 @@ async def test_what_goes_wrong_while_a_model_is_looked_at_ends_no_mesh(
 
     async with run_mesh() as mesh:
         _, line = await up(mesh, other)
-        monkeypatch.setattr(coordinator, "tokenizer_problem", broken)
+        monkeypatch.setattr(model_changes, "tokenizer_problem", broken)
         reply = await order(line, other)
         assert (reply.error, reply.message) == ("model_unusable", "not for you")
         line.submit("next", 3)
