@@ -11,7 +11,7 @@ from mlx_mesh.mesh.errors import PlacementError
 from mlx_mesh.mesh.footprint import WORTH_DIVIDING, ModelFootprint
 from mlx_mesh.mesh.memory import ModelMemory, format_bytes
 from mlx_mesh.mesh.placement import PlanRow, can_place, plan_placement, plan_rows, predict
-from mlx_mesh.mesh.types import Sharding
+from mlx_mesh.mesh.types import STILLS, Sharding
 
 MOST_HOSTS = 32
 """So many hosts like the last one are tried to say how many would do."""
@@ -232,7 +232,7 @@ def _notes(footprint: ModelFootprint, request: PlacementRequest) -> tuple[str, .
     if not footprint.tensor.reason and footprint.tensor.divided:
         notes.append(_vocabulary_note(footprint))
     if footprint.media:
-        kinds = " and ".join(footprint.media)
+        kinds = " and ".join("frames of videos" if kind == STILLS else kind for kind in footprint.media)
         notes.append(f"Takes {kinds}: the towers ({format_bytes(footprint.tower_bytes)}) are on rank 0.")
     elif why := footprint.media_refusals.get("image"):
         notes.append(f"Takes text only: {why}.")

@@ -14,6 +14,9 @@ PROTOCOL_VERSION = 1
 MEDIA_KINDS = ("image", "audio", "video")
 """What prompts may hold beside text, by the model."""
 
+STILLS = "stills"
+"""Among what a model takes: it takes pictures and no video, so some frames of one are shown as pictures."""
+
 
 class Sharding(StrEnum):
     AUTO = "auto"

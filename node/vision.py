@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mesh.mesh.errors import SettingsError
-from mlx_mesh.mesh.types import MEDIA_KINDS, VisionMode
+from mlx_mesh.mesh.types import MEDIA_KINDS, STILLS, VisionMode
 
 MISSING = "mlx-vlm is not installed there; install mlx-mesh[vision] on every host"
 
@@ -135,14 +135,19 @@ def why_no_vision(config: dict[str, Any]) -> str:
 
 
 def media_kinds(config: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Which MEDIA_KINDS a model that is served with its towers takes, and by kind why not the others."""
+    """Which MEDIA_KINDS a model that is served with its towers takes, and by kind why not the others. STILLS
+    in place of "video" where frames can be shown as pictures, as mlx-vlm does."""
     refusals = {
         "image": why_no_image(config),
         "audio": why_no_audio(config),
         "video": why_no_video(config),
     }
     refusals = {kind: why for kind, why in refusals.items() if why}
-    return tuple(kind for kind in MEDIA_KINDS if kind not in refusals), refusals
+    taken = tuple(kind for kind in MEDIA_KINDS if kind not in refusals)
+    if "image" in taken and "video" in refusals and family_of(config) not in ONE_PICTURE:
+        del refusals["video"]
+        taken = (*taken, STILLS)
+    return taken, refusals
 
 
 def no_media(refusal: str) -> dict[str, str]:
@@ -171,7 +176,8 @@ def why_no_video(config: dict[str, Any]) -> str:
     """Why a model that is served with its towers takes no video; '' when it does."""
     kind = family_of(config)
     if kind not in VIDEO:
-        return f"models of type {kind!r} have no input for video in mlx-vlm"
+        alone = ", and their prompts may have one picture only" if kind in ONE_PICTURE else ""
+        return f"models of type {kind!r} have no input for video in mlx-vlm{alone}"
     if VIDEO[kind] and not isinstance(config.get(VIDEO[kind]), int):
         return f"its config names no {VIDEO[kind]}"
     return why_no_image(config)

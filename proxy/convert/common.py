@@ -21,6 +21,7 @@ from mlx_mesh.proxy.media.frame_wish import NO_WISH, FrameWish
 from mlx_mesh.proxy.media.item import Item, items_of, media_of, of_kind, params_of
 from mlx_mesh.proxy.media.pixels import NO_BOUNDS, PixelBounds
 from mlx_mesh.proxy.media.placing import check_count, place
+from mlx_mesh.proxy.media.stills import with_stills
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.services import Services
 from mlx_mesh.proxy.tokenizer import EncodedChat, PromptTooLong
@@ -127,13 +128,14 @@ async def encode_job(services: Services, job: ChatJob, limit: int = 0) -> tuple[
         options |= {"add_generation_prompt": False, "continue_final_message": True}
     messages = for_template(job.messages, tokenizer)
     marks = media.marks
-    for item in items_of(messages):  # of a stored response, or the model went in this moment
-        if item.kind not in marks.of:
+    items = items_of(messages)
+    for item in items:  # of a stored response, or the model went in this moment
+        if item.kind not in marks.of and not (item.kind == "video" and media.shows_stills):
             raise media.parts.unsupported(item.param, item.kind)
     if not marks.of:
         return await tokenizer.encode_chat(messages, limit=limit, template_options=options), ()
-    placed = place(messages, marks)
-    await media.read(placed.items, job.frames, job.num_choices, services.metrics)
+    await media.read(items, job.frames, job.num_choices, services.metrics)
+    placed = place(with_stills(messages) if media.shows_stills else messages, marks)
     encoded = await tokenizer.encode_chat(
         placed.turns,
         limit=limit,

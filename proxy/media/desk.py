@@ -4,10 +4,12 @@ into prompts."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 from mlx_mesh.mesh.messages import ProxyConfig
+from mlx_mesh.mesh.types import STILLS
 from mlx_mesh.node.client import CoordinatorClient
 from mlx_mesh.proxy.errors import invalid
 from mlx_mesh.proxy.media.addresses import UrlRefused
@@ -25,6 +27,7 @@ from mlx_mesh.proxy.media.marks import Marks, find_marks
 from mlx_mesh.proxy.media.model_files import read_sampling, read_sampling_rate
 from mlx_mesh.proxy.media.parts import PartReader
 from mlx_mesh.proxy.media.sampling import Sampling
+from mlx_mesh.proxy.media.stills import MAX_STILLS
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
@@ -49,7 +52,8 @@ class MediaDesk:
         """'' or why none of this kind is taken."""
         readiness = self._client.readiness
         name = _NAMES[kind]
-        if kind not in readiness.media:
+        shows_stills = kind == "video" and self.shows_stills
+        if kind not in readiness.media and not shows_stills:
             others = [_NAMES[other] for other in NOUNS if other in readiness.media]
             takes = " and ".join(["text", *others])
             return readiness.media_refusals.get(kind, "").rstrip(".") or f"this model takes {takes} only"
@@ -58,7 +62,7 @@ class MediaDesk:
                 f"this model takes {name}, but {_LIBRARIES[kind]} is missing on the leader: "
                 "`pip install 'mlx-mesh[vision]'` there and start the mesh again"
             )
-        if kind not in self._found_marks(readiness.media).of:
+        if ("image" if shows_stills else kind) not in self._found_marks(readiness.media).of:
             return (
                 f"this model takes {name}, but its chat template has no place for that; give one that "
                 "has with "
@@ -67,10 +71,15 @@ class MediaDesk:
         return ""
 
     @property
+    def shows_stills(self) -> bool:
+        """Whether videos are shown as pictures."""
+        return STILLS in self._client.readiness.media
+
+    @property
     def marks(self) -> Marks:
-        """Of the kinds that are taken."""
+        """Of the kinds that are taken, and that prompts show as such."""
         found = self._found_marks(self._client.readiness.media)
-        return Marks({kind: found.of[kind] for kind in self.kinds[1:]})
+        return Marks({kind: found.of[kind] for kind in self.kinds[1:] if kind in found.of})
 
     def _found_marks(self, media: tuple[str, ...]) -> Marks:
         if media not in self._marks:
@@ -90,7 +99,10 @@ class MediaDesk:
     @functools.cached_property
     def sampling(self) -> Sampling:
         """Of videos, when a request says nothing."""
-        return read_sampling(self._tokenizer.folder)
+        found = read_sampling(self._tokenizer.folder)
+        if not self.shows_stills:
+            return found
+        return dataclasses.replace(found, max_frames=min(found.max_frames, MAX_STILLS))
 
     @property
     def parts(self) -> PartReader:

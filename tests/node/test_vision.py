@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_mesh.mesh.errors import SettingsError
-from mlx_mesh.mesh.types import VisionMode
+from mlx_mesh.mesh.types import STILLS, VisionMode
 from mlx_mesh.node import vision
 
 BOTH = {"vision_config": {"depth": 1}, "audio_config": {"layers": 1}}
@@ -119,9 +119,10 @@ def test_a_model_takes_audio_when_its_family_does_and_it_has_the_part(
 ) -> None:
     assert vision.choose_vision(folder_of(tmp_path, config), VisionMode.AUTO) == (True, "")
     taken, refusals = vision.media_kinds(config)
-    assert tuple(kind for kind in taken if kind != "video") == kinds
+    assert tuple(kind for kind in taken if kind not in ("video", STILLS)) == kinds
     assert ("audio" in refusals) == bool(why) and why in refusals.get("audio", "")
-    assert set(taken) | refusals.keys() == {"image", "audio", "video"}
+    told = {"video" if kind == STILLS else kind for kind in taken}
+    assert told | refusals.keys() == {"image", "audio", "video"} and not told & refusals.keys()
 
 
 @pytest.mark.parametrize(
@@ -154,3 +155,14 @@ def test_what_reads_prompts_in_one_piece_and_what_has_one_row(
 def test_video_is_taken_where_mlx_vlm_makes_something_of_it(config: dict[str, Any], words: str) -> None:
     why = vision.why_no_video(config)
     assert words in why and bool(words) == bool(why)
+    taken, refusals = vision.media_kinds(config)
+    assert ("video" in taken, STILLS in taken) == (not why, bool(why))
+    assert "video" not in refusals
+
+
+def test_frames_are_shown_as_pictures_where_a_prompt_may_have_several() -> None:
+    assert vision.media_kinds(SEEING | {"model_type": "llava"})[0] == ("image", STILLS)
+    taken, refusals = vision.media_kinds(SEEING | {"model_type": "molmo"})
+    assert taken == ("image",) and "one picture only" in refusals["video"]
+    hears = {"model_type": "gemma4_unified", "vision_config": None, "audio_config": {"b": 1}}
+    assert vision.media_kinds(hears)[0] == ("audio",)
