@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import os
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,3 +152,30 @@ def wait_until_reading(mesh: Any) -> None:
     while "mlx_mesh_requests_open 0.0" in httpx.get(f"{mesh.url}/metrics", timeout=10).text:
         assert time.monotonic() < deadline
         time.sleep(0.02)  # the poll interval of a wait that has a deadline
+
+
+def load_helper(name: str) -> ModuleType:
+    """A module of the engine's tests."""
+    path = Path(__file__).parent.parent / "node" / "engine" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_model_that_takes_pictures_alone_answers_as_to_the_frames(
+    start_mesh: Any, vlm: ModuleType, films: list[tuple[str, bytes]], tmp_path: Path
+) -> None:
+    folder = load_helper("vlm_folders").save("llava", tmp_path, load_helper("tiny_vlm"))
+    film = vlm.film(1, 4, 2)  # two frames a second: all of them are shown
+    frames = [("image/png", vlm.picture(100 + i, 16, 16)) for i in range(4)]
+    with start_mesh("serve", "--model", str(folder)) as mesh:
+        capabilities = httpx.get(f"{mesh.url}/v1/capabilities", timeout=10).json()
+        assert capabilities["features"]["video"]
+        answer, same = ask(mesh, ("video/mp4", film), QUESTION), ask(mesh, *frames, QUESTION)
+        assert text_of(answer) == text_of(same)
+        assert answer.usage.prompt_tokens == same.usage.prompt_tokens > 4 * 16
+        assert text_of(ask(mesh, films[1], QUESTION))
+        assert mesh.stop() == 0
