@@ -774,7 +774,7 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="HOST",
-        help="hosts that images in requests may be fetched from (default none: data URLs only)",
+        help="hosts that media in requests may be fetched from (default none: data URLs only)",
     )
     parser.add_argument(
         "--served-model-name", action="append", default=[], metavar="NAME", help="may be repeated"

@@ -88,7 +88,7 @@ class LaunchConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str = ""
     allowed_origins: tuple[str, ...] = ()
-    allowed_media_domains: tuple[str, ...] = ()  # hosts that images may be fetched from; () = none
+    allowed_media_domains: tuple[str, ...] = ()  # hosts that files may be fetched from; () = none
     served_model_names: tuple[str, ...] = ()
     chat_template: str = ""  # its text; '' = the model's
     strip_thinking: bool = False
@@ -292,7 +292,7 @@ def check_origin(origin: str) -> str:
 
 
 def read_media_domain(host: str) -> str:
-    """A host that images may be fetched from, in lower case. Raises SettingsError."""
+    """A host that files of requests may be fetched from, in lower case. Raises SettingsError."""
     for problem in check_media_domain(host):
         raise SettingsError(f"--allowed-media-domains: {problem}.")
     return host.lower()

@@ -89,7 +89,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     serve_port: int = 18000  # 0 = a free one
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # web pages that may ask, like "https://chat.example"
-    allowed_media_domains: tuple[str, ...] = ()  # hosts that images may be fetched from; () = none
+    allowed_media_domains: tuple[str, ...] = ()  # hosts that files may be fetched from; () = none
     served_model_names: tuple[str, ...] = ()
     chat_template: str = ""  # overrides the model's
     strip_thinking: bool = False  # leave reasoning out of answers unless a request asks for it
@@ -994,7 +994,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_prefixes_per_key: bool = False  # clients with different API keys share none
     kv_bits: int = 0  # 0 = keys and values are not quantised
     kv_group_size: int = 0
-    allowed_media_domains: tuple[str, ...] = ()  # hosts that images may be fetched from; () = none
+    allowed_media_domains: tuple[str, ...] = ()  # hosts that files may be fetched from; () = none
 
 
 # ---------------------------------------------------------------- agent -> launcher (stdout lines)

@@ -72,6 +72,11 @@ def _decoded(container: InputContainer, stream: AudioStream, task: Task) -> byte
                 pcm += _samples(part)
         if len(pcm) > most:
             raise Undecodable(f"is longer than {task.max_seconds:g} s", "too_long")
+        if task.max_bytes and len(pcm) > task.max_bytes:
+            raise Undecodable(
+                f"has more than {task.max_bytes} bytes once it is decoded, which is what there is room for",
+                "too_large",
+            )
     for part in resampler.resample(None):
         pcm += _samples(part)
     return pcm

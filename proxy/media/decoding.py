@@ -33,7 +33,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     rate: int = 0
     max_seconds: float = 0.0
     sampling: Sampling = Sampling()
-    max_bytes: int = 0  # of what is made
+    max_bytes: int = 0  # of what is made; 0 = as many as there are, of audio
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -116,6 +116,13 @@ def test_too_long_is_said_before_all_of_it_is_decoded(clips: Any) -> None:
     heard(clips.wav(0.5), max_seconds=0.5)
 
 
+def test_what_becomes_too_large_is_said_so(clips: Any) -> None:
+    task = Task(kind="audio", demuxer="wav", rate=16000, max_seconds=10.0, max_bytes=15000)
+    with pytest.raises(Undecodable, match="more than 15000 bytes") as caught:
+        decode_audio(task, clips.wav(0.5))
+    assert caught.value.code == "too_large"
+
+
 @pytest.mark.parametrize(
     ("container", "codec"),
     [
@@ -437,6 +444,30 @@ def test_a_decoder_that_cannot_start_is_no_files_fault(caplog: pytest.LogCapture
     with pytest.raises(ApiError, match="the server's log says why") as caught:
         run(Task(kind="audio", demuxer="wav"), b"", command=command)
     assert caught.value.status == 500 and "no libav" in caplog.text
+
+
+def test_a_client_that_leaves_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Any] = []
+    has_begun = asyncio.Event()
+    start = asyncio.create_subprocess_exec
+
+    async def watched(*args: Any, **options: Any) -> Any:
+        children.append(await start(*args, **options))
+        has_begun.set()
+        return children[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
+
+    async def ask() -> None:
+        decoder = Decoder(command=(sys.executable, "-I", "-c", SAYS_READY + "import time; time.sleep(1000)"))
+        task = asyncio.create_task(decoder.decode(Task(kind="audio", demuxer="wav"), b""))
+        async with asyncio.timeout(30):
+            await has_begun.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled() and children[0].returncode == -9
+
+    asyncio.run(ask())
 
 
 def test_few_files_are_decoded_together_and_a_turn_has_a_deadline() -> None:
