@@ -22,7 +22,7 @@ from mlx_mesh.proxy.media.containers import container_of, missing_bytes
 from mlx_mesh.proxy.media.decode_audio import decode_audio
 from mlx_mesh.proxy.media.decode_video import decode_video
 from mlx_mesh.proxy.media.decoder import Decoder
-from mlx_mesh.proxy.media.decoding import Outcome, Task, Undecodable
+from mlx_mesh.proxy.media.decoding import Outcome, Task, Undecodable, open_container
 from mlx_mesh.proxy.media.limits import MAX_FRAME_PIXELS
 from mlx_mesh.proxy.media.sampling import Sampling
 
@@ -292,6 +292,12 @@ def test_a_film_that_is_cut_off_is_broken(clips: Any, container: str, codec: str
         seen(data[: len(data) // 2])
 
 
+def test_a_film_that_lacks_a_few_frames_is_cut_off(clips: Any) -> None:
+    data = clips.film("avi", "mpeg4")
+    with pytest.raises(Undecodable, match=r"says that it has 60 frames, and has 5\d"):
+        seen(data[: len(data) * 9 // 10])
+
+
 def test_a_film_of_frames_that_claims_hours(clips: Any) -> None:
     with pytest.raises(Undecodable, match="is cut off"):
         seen(clips.lasting(clips.film("matroska"), 3 * 3600))
@@ -381,6 +387,9 @@ def test_a_codec_that_is_not_on_the_list_is_not_run(clips: Any) -> None:
         seen(clips.film("avi", "ffv1"))
     with pytest.raises(BROKEN):
         heard(clips.sound("avi", "wmav2"))
+    with open_container(clips.film("avi", "ffv1"), "avi") as container:
+        stream = container.streams.best("video")  # nor opened to see what is in it
+        assert isinstance(stream, av.VideoStream) and stream.codec_context.pix_fmt is None
 
 
 # ---------------------------------------------------------------- the process of its own
