@@ -30,9 +30,8 @@ from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
 NUM_DECODED = 3
 BOUND = 1e-5
-QUICK = ("qwen3_vl", "gemma3", "pixtral", "llava")
-"""Positions and features between layers; another mark for the whole picture; rows with breaks; a processor
-that needs help."""
+QUICK = ("qwen3_vl", "llava")
+"""Positions and features between layers; a processor that needs help."""
 
 TOKENS: dict[str, tuple[int, int]] = {
     "aya_vision": (4, 12),
