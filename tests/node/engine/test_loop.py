@@ -403,6 +403,14 @@ def test_text_is_embedded_by_the_leader_where_prompts_are_read_in_one_piece(
     def ask(request_id: str, *ids: int) -> Submit:
         return Submit(request=GenerateRequest(id=request_id, prompt_ids=ids, max_tokens=2))
 
+    submitted = []
+    submit_now = stage.leader._scheduler.submit
+
+    def submit(request: GenerateRequest, *more: Any) -> Any:
+        submitted.append(request)
+        return submit_now(request, *more)
+
+    stage.leader._scheduler.submit = submit  # type: ignore[method-assign]
     requests = ask("good", 1, 2), ask("unknown", 1, 100), ask("empty"), ask("long", *range(1, 9))
     log = stage.run(*requests, StopEngine())
     told = answers(stage)
@@ -410,6 +418,8 @@ def test_text_is_embedded_by_the_leader_where_prompts_are_read_in_one_piece(
     assert (told["unknown"], told["empty"]) == (["invalid_token"], ["empty_prompt"])
     assert told["long"][-1] == ("context_length_exceeded" if reads_whole else "length")
     assert log.count("text") == (2 if reads_whole else 0)
+    (good,) = (request for request in submitted if request.id == "good")
+    assert good.skip_prefix_cache is reads_whole, "it can neither begin with a prefix nor leave one"
     assert not stage.generation.features
 
 

@@ -185,6 +185,27 @@ def test_what_cannot_be_compared_or_measured_is_not_remembered() -> None:
     assert (memo.num_passes, memo.num_bytes, len(memo._kept)) == (5, 16, 1)
 
 
+def test_what_one_tower_made_is_not_taken_for_the_others() -> None:
+    class Tower(nn.Module):  # type: ignore[misc]
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.weight = mx.array([factor])
+
+        def __call__(self, x: Any) -> Any:
+            return x * self.weight
+
+    class Whole(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.vision_tower, self.audio_tower = Tower(2.0), Tower(3.0)
+
+    whole = Whole()
+    memo = TowerMemo(whole)
+    for _ in range(2):
+        assert (whole.vision_tower(mx.ones(1)).item(), whole.audio_tower(mx.ones(1)).item()) == (2.0, 3.0)
+    assert memo.num_passes == 2
+
+
 def test_files_become_ids_keys_and_features(vlm: ModuleType, tiny_vlm_folder: Path) -> None:
     lazy = open_lazy(tiny_vlm_folder, with_vision=True)
     pictures = Pictures(tiny_vlm_folder, lazy.whole)

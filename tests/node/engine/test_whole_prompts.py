@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from mlx_mesh.mesh.messages import Admission
-from mlx_mesh.node.engine.features import Features
+from mlx_mesh.node.engine.features import Features, passed_on
 from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.pictures import Pictures, PromptTooLong
 from mlx_mesh.node.engine.prefix_rows import RowPrefixes
@@ -79,6 +79,24 @@ def test_a_row_that_comes_back_goes_on_as_if_it_had_never_left(tiny_vlm: ModuleT
     said = answer(part, ids, features, 12)
     assert said == tiny_vlm.reference(whole, family, 12)[1]
     assert answer(part, [*ids, *said[:5]], features, 7) == said[5:]
+
+
+@pytest.mark.parametrize(
+    ("attention", "types", "is_passed_on"),
+    [
+        ("vision", [0, 1, 1, 0], True),
+        ("vision", [0, 2, 0, 3], True),
+        ("vision", [0, 3, 3, 0], False),
+        (None, [0, 1, 1, 0], False),
+    ],
+)
+def test_which_tokens_see_each_other_goes_to_the_language_model_where_it_asks(
+    attention: str | None, types: list[int], is_passed_on: bool
+) -> None:
+    language_model = SimpleNamespace(config=SimpleNamespace(use_bidirectional_attention=attention))
+    found = passed_on({"mm_token_type_ids": mx.array([types]), "input_ids": 1}, language_model)
+    assert found.keys() == ({"mm_token_type_ids"} if is_passed_on else set())
+    assert passed_on({}, language_model) == {}
 
 
 def test_how_long_it_may_be_is_checked_before_anything_is_embedded(tiny_vlm: ModuleType) -> None:
