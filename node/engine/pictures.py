@@ -252,8 +252,8 @@ class Pictures:
                 sounds.append(waveform(audio, rate, longest))
             except SoundError as error:
                 raise AudioError(f"It cannot be used: {error}.", f"audios[{at}]") from error
-        if len(sounds) > 1:  # or mlx-vlm takes the first alone; those that do not say so take more, too
-            processor.supports_multiple_audio = True
+        if len(sounds) > 1 and not getattr(processor, "supports_multiple_audio", False):
+            raise AudioError("The model's processor takes one audio and drops the others.", "audios[1]")
         return sounds
 
     def _bounds(self, media: Media, processor: Any) -> Bounds:

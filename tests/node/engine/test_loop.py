@@ -21,6 +21,7 @@ from mlx_mesh.mesh.messages import (
     StepPlan,
     StopEngine,
     Submit,
+    TokenChunk,
     Tokens,
     WarmUp,
 )
@@ -32,7 +33,7 @@ from mlx_mesh.node.engine.pictures import PictureError, Pictures, PromptTooLong
 from mlx_mesh.node.engine.prefix_planner import Stored
 from mlx_mesh.node.engine.prefix_store import PrefixStore
 from mlx_mesh.node.engine.report import Reporter
-from mlx_mesh.node.engine.scheduler import Produced, Scheduler
+from mlx_mesh.node.engine.scheduler import Held, Produced, Scheduler
 from mlx_mesh.node.pipe import BlockingPipe
 
 
@@ -403,14 +404,14 @@ def test_text_is_embedded_by_the_leader_where_prompts_are_read_in_one_piece(
     def ask(request_id: str, *ids: int) -> Submit:
         return Submit(request=GenerateRequest(id=request_id, prompt_ids=ids, max_tokens=2))
 
-    submitted = []
+    submitted: list[GenerateRequest] = []
     submit_now = stage.leader._scheduler.submit
 
-    def submit(request: GenerateRequest, *more: Any) -> Any:
+    def noting(request: GenerateRequest, held: Held | None = None) -> RequestFailed | TokenChunk | None:
         submitted.append(request)
-        return submit_now(request, *more)
+        return submit_now(request, held or Held())
 
-    stage.leader._scheduler.submit = submit  # type: ignore[method-assign]
+    stage.leader._scheduler.submit = noting  # type: ignore[method-assign]
     requests = ask("good", 1, 2), ask("unknown", 1, 100), ask("empty"), ask("long", *range(1, 9))
     log = stage.run(*requests, StopEngine())
     told = answers(stage)

@@ -209,6 +209,16 @@ def test_what_is_no_sound_for_the_model_is_an_error_that_names_it(
     assert ears.towers.num_passes == 0
 
 
+def test_a_processor_that_would_take_the_first_sound_alone_gets_no_more(
+    alm: ModuleType, ears: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(ears._load_processor()), "supports_multiple_audio", False)
+    with pytest.raises(AudioError, match="drops the others") as caught:
+        ears.read(asked(alm, alm.sound(1), alm.sound(2)))
+    assert caught.value.param == "audios[1]"
+    assert ears.read(asked(alm, alm.sound(1)))[0]
+
+
 def test_whatever_the_tower_raises_is_an_error_that_names_the_only_sound(
     alm: ModuleType, vlm: ModuleType, ears: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,21 @@ def test_a_chunk_that_goes_beyond_the_prompt_is_our_own_mistake() -> None:
         WholePrompts(Echo())(mx.array([[1, 2, 3]]), cache=[row_of(1, 2)])
 
 
+class Noting:
+    """A language part, and how many tokens it got at a time."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.lengths: list[int] = []
+
+    def make_cache(self) -> list[Any]:
+        return list(self.part.make_cache())
+
+    def __call__(self, tokens: Any, cache: list[Any] | None = None) -> Any:
+        self.lengths.append(tokens.shape[1])
+        return self.part(tokens, cache=cache)
+
+
 def answer(part: Any, ids: list[int], features: Features, num_tokens: int) -> list[int]:
     """Greedy tokens of a row that is admitted with these ids, the last of which may be said already."""
     generator = BatchGenerator(WholePrompts(part), prefill_batch_size=1, prefill_step_size=8)
@@ -78,7 +93,11 @@ def test_a_row_that_comes_back_goes_on_as_if_it_had_never_left(tiny_vlm: ModuleT
     assert features.is_whole
     said = answer(part, ids, features, 12)
     assert said == tiny_vlm.reference(whole, family, 12)[1]
-    assert answer(part, [*ids, *said[:5]], features, 7) == said[5:]
+    noting = Noting(part)
+    assert answer(noting, [*ids, *said[:5]], features, 7) == said[5:]
+    behind = noting.lengths[1:]
+    assert noting.lengths[0] == features.length
+    assert behind == ([1] * len(behind) if features.sees_ahead else [4, *[1] * (len(behind) - 1)])
 
 
 @pytest.mark.parametrize(
