@@ -109,6 +109,8 @@ def test_the_engine_gets_pictures_and_a_mark_for_each(front: Any, clips: Any) ->
     wished = chat(clips.film(), mm_processor_kwargs={"num_frames": 4})
     assert front.post("/v1/chat/completions", wished).status_code == 200
     assert len(front.coordinator.requests[-1].media.images) == 4
+    # and no more frames were decoded than are shown
+    assert "mlx_mesh_video_frames_total 32.0" in front.http.get("/metrics").text
 
 
 def test_what_the_model_takes_is_said_and_errors_name_the_video(front: Any, clips: Any) -> None:
