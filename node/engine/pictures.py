@@ -36,6 +36,7 @@ from mlx_mesh.node.engine.sounds import (
     sampling_rate,
     waveform,
 )
+from mlx_mesh.node.engine.text_start import nothing_added, without_what_is_added
 from mlx_mesh.node.engine.tower_memo import TowerMemo
 from mlx_mesh.node.engine.videos import content_of, frames_of, joined, pixels_per_token
 from mlx_mesh.node.engine.vision_model import load_processor
@@ -54,6 +55,9 @@ _MARK_NAMES = (
 _AUDIO_MARK_NAMES = ("audio_token_id", "audio_token_index", "sound_context_token_id")
 
 _VIDEO_MARK_NAMES = ("video_token_id", "video_token_index")
+
+_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""What processors make of a text without media."""
 
 
 class PictureError(MeshError):
@@ -176,7 +180,9 @@ class Pictures:
             self._check_whole(len(given))
         mask = inputs.pop("attention_mask", None)
         runs = runs_of(ids, self._marks(_AUDIO_MARK_NAMES))
-        if self._whole.config.model_type in READ_APART and 1 < len(media.audios) == len(runs):
+        if self._whole.config.model_type in READ_APART and len(media.audios) > 1:
+            if len(runs) != len(media.audios):  # mlx-vlm's own way would give one of them what is another's
+                raise AudioError(f"The prompt has {len(runs)} places for {len(media.audios)} sounds.")
             embedded = embed_apart(self._whole, given, runs, {**inputs, "mask": mask})
         else:
             pixels = inputs.pop("pixel_values", None)
@@ -191,7 +197,7 @@ class Pictures:
         """What the prompt's runs of video marks stand for: a video each, or a part of one, where frames have
         marks of their own."""
         marks = self._marks(_VIDEO_MARK_NAMES)
-        contents = [content_of(video) for video in media.videos]
+        contents = [b"%d " % media.max_pixels + content_of(video) for video in media.videos]
         grids = inputs.get("video_grid_thw")
         told = inputs.get("num_frames_per_video") if grids is None else np.array(grids)[:, 0]
         parts = None if told is None else np.array(told).reshape(-1).tolist()
@@ -228,19 +234,35 @@ class Pictures:
             "videos": [frames for frames, _ in videos],
             "video_metadata": [sampled for _, sampled in videos],
         }
+
+        def prepared(text: str) -> dict[str, Any]:
+            with nothing_added(processor, text):
+                found = prepare_inputs(
+                    processor,
+                    prompts=text,
+                    image_token_index=getattr(config, "image_token_index", None),
+                    add_special_tokens=should_add_special_tokens(config.model_type, processor),
+                    **bounds.asked,
+                    **{name: value for name, value in kinds.items() if value},
+                )
+            return {name: value for name, value in found.items() if value is not None}
+
         try:
-            inputs = prepare_inputs(
-                processor,
-                prompts=media.text,
-                image_token_index=getattr(config, "image_token_index", None),
-                add_special_tokens=should_add_special_tokens(config.model_type, processor),
-                **bounds.asked,
-                **{name: value for name, value in kinds.items() if value},
-            )
+            inputs = prepared(media.text)
+            ids = np.array(inputs["input_ids"]).reshape(-1).tolist()
+            text = without_what_is_added(processor, media.text, ids)
+            inputs = inputs if text == media.text else prepared(text)
         except Exception as error:  # a processor's own code, over a stranger's file
             what = f"The model's processor cannot read the {_named(media)}: {_first_line(error)}"
             raise _error(media, what) from error
-        return {name: value for name, value in inputs.items() if value is not None}
+        if inputs.keys() <= _OF_TEXT:  # a tokenizer takes files, too, and says nothing
+            raise _error(
+                media,
+                f"The model's processor ({type(processor).__name__}) reads text alone and leaves the "
+                f"{_named(media)} out. Copy the model's processor_config.json and preprocessor_config.json "
+                "to the leader's folder.",
+            )
+        return inputs
 
     def _sounds(self, media: Media, processor: Any) -> list[Any]:
         if not media.audios:

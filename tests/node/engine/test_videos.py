@@ -239,3 +239,15 @@ def test_kinds_that_share_a_mark_are_known_by_their_embeddings() -> None:
     apart = keys_of([9, 1, 8], [Items(VIDEO, (b"a",)), Items(PICTURE, (b"b",))], features)
     assert len({*apart, 1}) == 3
     assert [list(run) for run in runs_of([9, 9, 1, 9], VIDEO)] == [[0, 1], [3]]
+
+
+def test_a_video_whose_frames_were_made_smaller_is_another_one(
+    vlm: ModuleType, tiny_vlm_folder: Path, whole: Any
+) -> None:
+    """Also where it has as many tokens."""
+    pictures = Pictures(tiny_vlm_folder, whole)
+    text, videos = vlm.prompt("?", 0, 1), (vlm.video(1),)
+    found = [pictures.read(Media(text=text, videos=videos, max_pixels=most)) for most in (0, 200)]
+    assert found[0][0] == found[1][0]
+    assert not mx.array_equal(*(features.fields["inputs_embeds"] for _, _, features in found))
+    assert not set(tokens_with(found[0][1])) & set(tokens_with(found[1][1]))
