@@ -295,10 +295,10 @@ class Leader:
     def run(self, commands: CommandSource) -> None:
         """Generate until StopEngine; then the followers have their stop plan."""
         while True:
-            is_idle = not (self._scheduler.has_work or self._published or self._unread)
+            is_idle = not (self._scheduler.has_work or self._published or self._may_read)
             if self._is_told_to_stop(commands, commands.next() if is_idle else commands.poll()):
                 return self.stop()
-            if self._unread and self._may_read:  # one at a time: the others' next tokens come in between
+            if self._may_read:  # one at a time: the others' next tokens come in between
                 self._catch_up()  # or the followers would wait inside a step for as long as the towers run
                 self._read_pictures(self._unread.popleft(), commands)
                 if self._is_told_to_stop(commands, commands.poll()):  # or cancelled, which is no row then
@@ -321,7 +321,10 @@ class Leader:
 
     @property
     def _may_read(self) -> bool:
-        return sum(map(self._scheduler.waits, self._generation.features)) < READ_AHEAD
+        """There is a prompt to read, and few others wait for a row, or for their grammar, with what became of
+        their pictures in memory."""
+        has_row = self._scheduler.runs
+        return bool(self._unread) and sum(not has_row(one) for one in self._generation.features) < READ_AHEAD
 
     def warm_up(self, request: GenerateRequest) -> None:
         """Run one request to its end through the same steps, without telling anyone."""

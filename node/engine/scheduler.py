@@ -126,9 +126,9 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def waits(self, request_id: str) -> bool:
-        """The request is submitted and has no row, or none any more."""
-        return request_id in self._waiting
+    def runs(self, request_id: str) -> bool:
+        """The request has a row."""
+        return request_id in self._running
 
     def submit(self, request: GenerateRequest, held: Held = Held()) -> RequestFailed | TokenChunk | None:
         """Queue a request; an answer instead of None means that it is over before it began."""

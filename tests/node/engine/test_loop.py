@@ -393,6 +393,38 @@ def test_few_prompts_have_their_pictures_read_before_there_is_a_row_for_them(soc
     assert not stage.generation.features
 
 
+def test_prompts_that_wait_for_their_grammar_hold_pictures_too_and_are_few(sockets: Any) -> None:
+    stage = make_stage(0, *sockets)
+    begun: list[GenerateRequest] = []
+    num_held = []
+
+    class Slow:
+        """Compiles when there is nothing else to do."""
+
+        def begin(self, request: GenerateRequest, vocab_size: int, then: Any) -> None:
+            begun.append(request)
+            num_held.append(sum(not stage.scheduler.runs(one) for one in stage.generation.features))
+
+        def take(self, request_id: str) -> Any:
+            return object()
+
+        def close(self) -> None: ...
+
+    def next_() -> Any:
+        if stage.commands:
+            return stage.commands.pop(0)
+        return GrammarReady(begun.pop(0)) if begun else StopEngine()
+
+    stage.leader._grammars = cast(Any, Slow())
+    stage.leader._pictures = cast(Pictures, ScriptedPictures(stage.log))
+    stage.next = next_  # type: ignore[method-assign]
+    asked = [submit_picture(f"{at}", b"1") for at in range(6)]
+    stage.run(*(Submit(request=msgspec.structs.replace(one.request, grammar="g")) for one in asked))
+    assert max(num_held) == READ_AHEAD
+    told = answers(stage)
+    assert [told[f"{at}"][-1] for at in range(6)] == ["length"] * 6
+
+
 @pytest.mark.parametrize("reads_whole", [False, True])
 def test_text_is_embedded_by_the_leader_where_prompts_are_read_in_one_piece(
     sockets: Any, reads_whole: bool
@@ -495,7 +527,7 @@ def test_a_prompt_that_is_cancelled_while_it_waits_for_a_row_leaves_nothing_of_i
     def poll() -> EngineCommand | None:
         if stage.commands:
             return stage.commands.pop(0)
-        if len(later) == 2 and stage.scheduler.waits("waits"):
+        if len(later) == 2 and not stage.scheduler.runs("waits") and "waits" in stage.generation.features:
             return later.pop()
         held.append(set(stage.generation.features))
         return later.pop() if len(later) == 1 and not stage.scheduler.has_work else None
