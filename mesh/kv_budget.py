@@ -2,6 +2,7 @@
 
 What pictures of running prompts have become is counted in the same bytes, as `taken`: the leader has it all
 for as long as the request is open, the other ranks while they read the prompt, and some of it to the end.
+So is what the forward of a prompt needs that is read in one piece, while it is read.
 
 Rows of a batch are padded to the longest one and caches grow in blocks, so a batch of n sequences costs as
 much as n sequences of its longest length. The tightest rank decides for all.
@@ -94,6 +95,20 @@ class KvBudget(msgspec.Struct, frozen=True, kw_only=True):
             "answer together, fit. Shorten the prompt"
             f"{', or give fewer or smaller pictures' if also else ''}; or serve with more hosts, or a higher "
             f"memory limit of {rank.host}."
+        )
+
+    def why_not_read(self, num_tokens: int, taken: Sequence[int]) -> str:
+        """Why a prompt of so many tokens that is read in one piece never fits, with numbers; '' when it does.
+        `taken`: by rank, by that forward and by what its pictures became."""
+        rank = self.short(1, num_tokens, taken)
+        if rank is None or rank.budget_bytes is None:
+            return ""
+        kept = format_bytes(rank.bytes_of(1, num_tokens))
+        return (
+            f"This model reads the prompt of {num_tokens} tokens in one piece: that takes "
+            f"{format_bytes(taken[self.ranks.index(rank)])} beside {kept} of KV memory on rank {rank.rank} "
+            f"({rank.host}), which has {format_bytes(rank.budget_bytes)} for both. Shorten the prompt; or "
+            f"serve with a higher memory limit of {rank.host}."
         )
 
 

@@ -365,7 +365,10 @@ class Leader:
 
     def _submit_now(self, request: GenerateRequest) -> None:
         features = self._generation.features.get(request.id)
-        held = Held(features.nbytes, features.nbytes_after) if features is not None else Held()
+        held = Held()
+        if features is not None:
+            reading = self._pictures.bytes_to_read(features) if self._pictures is not None else 0
+            held = Held(features.nbytes, features.nbytes_after, reading)
         answer = self._scheduler.submit(request, held)
         if answer is not None:
             self._generation.forget_request(request.id)

@@ -170,12 +170,14 @@ def warm_up(
         pictures = None
         if shard.whole is not None:
             memo_bytes = command.kv.ranks[0].media_bytes if command.kv.ranks else MEDIA_BYTES
+            widths = Widths.of(shard.config)
             pictures = Pictures(
                 Path(command.model),
                 shard.whole,
                 command.context_length,
                 memo_bytes,
-                longest_whole=longest_in_one_piece(command.kv, Widths.of(shard.config)),
+                longest_whole=longest_in_one_piece(command.kv, widths),
+                widths=widths,
                 reads_whole=bool(why_whole(shard.config)),
             )
         loop: Leader | Follower = _leader(config, channels, command, generation, kept, reporter, pictures)

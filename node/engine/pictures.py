@@ -16,7 +16,7 @@ import numpy as np
 from mlx_mesh.mesh.errors import MeshError, SettingsError
 from mlx_mesh.mesh.kv_budget import MEDIA_BYTES
 from mlx_mesh.mesh.messages import Media
-from mlx_mesh.mesh.whole_prompt import LONGEST
+from mlx_mesh.mesh.whole_prompt import LONGEST, Widths
 from mlx_mesh.node.engine.features import Features, clear_state, features_of, passed_on
 from mlx_mesh.node.engine.media_keys import Items, keys_of, runs_of, spread
 from mlx_mesh.node.engine.picture_sizes import (
@@ -100,15 +100,17 @@ class Pictures:
         memo_bytes: int = MEDIA_BYTES,
         *,
         longest_whole: int = LONGEST,
+        widths: Widths | None = None,
         reads_whole: bool = False,
     ) -> None:
         """`context_length` 0 = not known, and prompts may be of any length; `memo_bytes`: of the towers'
-        memory; `longest_whole`: tokens of the longest prompt that may be read in one piece; `reads_whole`:
-        all prompts are, text alone as well."""
+        memory; `longest_whole`: tokens of the longest prompt that may be read in one piece; `widths`: what
+        memory that takes, None = it is not counted; `reads_whole`: all prompts are, text alone as well."""
         self._folder = folder
         self._whole = whole
         self._context_length = context_length
         self._longest_whole = longest_whole
+        self._widths = widths
         self.reads_whole = reads_whole
         self.towers = TowerMemo(whole, memo_bytes)
         self._processor: Any = None
@@ -142,6 +144,13 @@ class Pictures:
             clear_state(self._whole.language_model)
         mx.eval([x for value in features.fields.values() for x in _arrays(value)])
         return replace(features, is_whole=True, sees_ahead=True)
+
+    def bytes_to_read(self, features: Features) -> int:
+        """What each rank needs besides while it reads this prompt, if that is in one piece; else 0: chunks
+        are counted with the model."""
+        if self._widths is None or not features.is_whole:
+            return 0
+        return self._widths.bytes_of(features.length)
 
     def _check_whole(self, num_tokens: int) -> None:
         if num_tokens > self._longest_whole:

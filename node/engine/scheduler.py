@@ -12,7 +12,7 @@ waits for a row that computes its own prompt (PrefixPlanner.must_wait).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -50,10 +50,12 @@ class Produced:
 @dataclass(frozen=True, slots=True)
 class Held:
     """Bytes of what a prompt's pictures have become: all of it is with the leader for as long as the request
-    is open, and with every rank that has a row of it, but `after` alone once its prompt is read."""
+    is open, and with every rank that has a row of it, but `after` alone once its prompt is read. `reading`:
+    what each rank needs besides while it reads the prompt, where that is in one piece."""
 
     all: int = 0
     after: int = 0
+    reading: int = 0
 
 
 @dataclass(slots=True)
@@ -141,7 +143,7 @@ class Scheduler:
         ):  # it broke off after its last token, before its end was said
             return TokenChunk(id=request.id, finish_reason="length")
         self._waiting[request.id] = request
-        if held.all:
+        if held.all or held.reading:
             self._held[request.id] = held
         return None
 
@@ -219,10 +221,12 @@ class Scheduler:
         return [row for row in self._running.values() if not (row.is_cancelled or row.is_leaving)]
 
     def _taken_by(self, rows: Sequence[_Running], new: Held = Held()) -> list[int]:
-        """Bytes by rank of what the pictures of these rows and of one to come have become."""
+        """Bytes by rank of what the pictures of these rows and of one to come have become, and of what those
+        need that are being read in one piece."""
         leader = sum(row.held.all for row in rows) + new.all
         other = sum(row.held.after if row.has_produced else row.held.all for row in rows) + new.all
-        return [other if rank.rank else leader for rank in self._kv.ranks]
+        reading = sum(row.held.reading for row in rows if not row.has_produced) + new.reading
+        return [(other if rank.rank else leader) + reading for rank in self._kv.ranks]
 
     def _has_room(self, num_tokens: int, held: Held) -> bool:
         """For one more row of so many tokens, when no prefix is kept; never while somebody leaves, who is to
@@ -349,10 +353,10 @@ class Scheduler:
         )
 
     def _longest_with(self, held: Held) -> int | None:
-        """Tokens of the longest sequence that fits beside so much."""
+        """Tokens of the longest sequence that fits beside so much, once its prompt is read."""
         if not held.all:
             return self._longest
-        return self._kv.longest_sequence(self._context_length, self._taken_by((), held))
+        return self._kv.longest_sequence(self._context_length, self._taken_by((), replace(held, reading=0)))
 
     def _tokens_left(self, request: GenerateRequest, held: Held) -> int:
         left = request.max_tokens - len(request.sent_ids)
@@ -383,8 +387,10 @@ class Scheduler:
         if longest is not None and num_tokens >= longest and request.max_tokens > len(request.sent_ids):
             # The front end refuses these; here come those with pictures, which it cannot measure, and those
             # that were open when the mesh became smaller.
-            taken = self._taken_by((), held)
+            taken = self._taken_by((), replace(held, reading=0))
             return "kv_memory_exceeded", self._kv.explain(num_tokens + 1, self._context_length, taken)
+        if held.reading and (why := self._kv.why_not_read(num_prompt, self._taken_by((), held))):
+            return "kv_memory_exceeded", why
         vocab_size = self.vocab_size or 1 << 31
         for ids in (request.prompt_ids, request.sent_ids, request.sampling.logit_bias):
             for extreme in (min(ids, default=0), max(ids, default=0)):

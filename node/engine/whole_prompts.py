@@ -2,15 +2,19 @@
 
 In some families a token of a prompt sees later ones. At the first chunk of such a prompt the model gets the
 whole prompt; the chunks that follow are answered from what that gave, the last one with the logits of the
-last token. So the generator, its batches and its schedule stay what they are.
+last token. So the generator, its batches and its schedule stay what they are. Logits of other tokens are
+never made: for a whole prompt they would be the largest array of all.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_mesh.node.engine.row_media import RowMedia
 
@@ -24,6 +28,30 @@ def has_no_chunks(whole: Any, ids: list[int], inputs: dict[str, Any]) -> bool:
             found = policy(input_ids=mx.array([ids]), prefill_kwargs=inputs)
             return not getattr(found, "enabled", found)
     return any(getattr(model, "no_chunked_prefill", False) for model in models)
+
+
+class _LastAlone(nn.Module):  # type: ignore[misc]
+    """A norm of each token by itself, of the last one only."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(x[:, -1:])
+
+
+@contextlib.contextmanager
+def last_logits_alone(language_model: Any) -> Iterator[None]:
+    """Meanwhile the model's head gets the last token alone. mlx-vlm's models that need it (gemma, gemma3n and
+    gemma4) end with the same two: `model.norm`, and the embedding as head."""
+    owner = language_model.model
+    norm = owner.norm
+    owner.norm = _LastAlone(norm)
+    try:
+        yield
+    finally:
+        owner.norm = norm
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +89,8 @@ class WholePrompts:
         assert media is not None
         length = tokens.shape[1]
         if row.num_asked == 0:
-            row.logits = self.model(mx.array([row.ids]), cache=cache)[:, -1:]
+            with last_logits_alone(self.model.language_model):
+                row.logits = self.model(mx.array([row.ids]), cache=cache)[:, -1:]
         row.num_asked += length
         if row.num_asked > len(row.ids):
             raise ValueError("a prompt that is read whole has a chunk that goes beyond it")

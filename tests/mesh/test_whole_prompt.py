@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_mesh.mesh.kv_budget import KvBudget, RankKv
@@ -27,7 +29,15 @@ def test_widths_come_from_the_text_part_and_the_widest_layer() -> None:
 
 
 def test_twice_as_many_tokens_need_more_than_twice_as_much() -> None:
-    assert WIDTHS.bytes_of(512) > 2 * WIDTHS.bytes_of(256) > 2 * 4 * (256 * 1000 + 4 * 256**2)
+    pairs = 4 * 4 * 256**2
+    assert WIDTHS.bytes_of(512) - 2 * WIDTHS.bytes_of(256) > pairs
+    assert WIDTHS.bytes_of(256) > pairs
+
+
+def test_hidden_states_that_are_kept_several_times_over_count_so_often() -> None:
+    streams = Widths.of({"text_config": {"hidden_size": 64, "altup_num_inputs": 4}})
+    assert streams.streams == 4 and WIDTHS.streams == 0
+    assert replace(WIDTHS, streams=4).bytes_of(100) - WIDTHS.bytes_of(100) > 4 * 100 * 4 * 64
 
 
 def test_the_rank_with_least_memory_decides() -> None:

@@ -326,6 +326,9 @@ class ScriptedPictures:
             raise PromptTooLong("it is too long for one piece")
         return Features(len(ids), {"inputs_embeds": mx.zeros((1, len(ids), 2))}, is_whole=True)
 
+    def bytes_to_read(self, features: Features) -> int:
+        return 100 * features.length if features.is_whole else 0
+
     def read(self, media: Media) -> tuple[tuple[int, ...], tuple[int, ...], Features]:
         self.log.append("towers")
         self.meanwhile()
@@ -437,10 +440,12 @@ def test_text_is_embedded_by_the_leader_where_prompts_are_read_in_one_piece(
         return Submit(request=GenerateRequest(id=request_id, prompt_ids=ids, max_tokens=2))
 
     submitted: list[GenerateRequest] = []
+    needed: dict[str, int] = {}
     submit_now = stage.leader._scheduler.submit
 
     def noting(request: GenerateRequest, held: Held | None = None) -> RequestFailed | TokenChunk | None:
         submitted.append(request)
+        needed[request.id] = (held or Held()).reading
         return submit_now(request, held or Held())
 
     stage.leader._scheduler.submit = noting  # type: ignore[method-assign]
@@ -452,6 +457,7 @@ def test_text_is_embedded_by_the_leader_where_prompts_are_read_in_one_piece(
     assert told["long"][-1] == ("context_length_exceeded" if reads_whole else "length")
     assert log.count("text") == (2 if reads_whole else 0)
     (good,) = (request for request in submitted if request.id == "good")
+    assert needed["good"] == (200 if reads_whole else 0)
     assert good.skip_prefix_cache is reads_whole, "it can neither begin with a prefix nor leave one"
     assert not stage.generation.features
 

@@ -317,6 +317,49 @@ def test_what_pictures_became_takes_memory_until_their_prompt_is_read() -> None:
     assert admitted(it.next_plan(0)) == ["d"], "alone it has its chance"
 
 
+def test_a_prompt_that_is_read_in_one_piece_waits_until_there_is_memory_for_that_beside_the_rows() -> None:
+    it = with_memory(blocks=6)
+    it.submit(long("a", 200))
+    it.submit(long("b", 200), Held(reading=3 * BLOCK_TOKENS))
+    plan = it.next_plan(0)
+    assert admitted(plan) == ["a"], "two rows of two blocks each, and three for the forward"
+    step(it, plan, "a")
+    it.produced([Produced("a", 9, "length")], 0)
+    it.submit(long("c", 200))
+    plan = it.next_plan(0)
+    assert admitted(plan) == ["b"], "alone it has room, and nobody may come while it is read"
+    step(it, plan)
+    assert admitted(it.next_plan(0)) == []
+    it.produced([Produced("b", 9)], 0)
+    assert admitted(it.next_plan(0)) == ["c"]
+
+
+def test_a_row_whose_prompt_is_being_read_in_one_piece_makes_room_when_others_have_grown() -> None:
+    it = with_memory(blocks=8)
+    it.submit(long("a", 200, max_tokens=1000))
+    it.submit(long("b", 100), Held(reading=4 * BLOCK_TOKENS))
+    plan = it.next_plan(0)
+    assert admitted(plan) == ["a", "b"]
+    step(it, plan, "a")
+    for _ in range(400):
+        plan = it.next_plan(0)
+        if plan.leave:
+            break
+        step(it, plan, "a")
+    assert plan.leave == ("b",)
+
+
+def test_a_prompt_that_can_never_be_read_in_one_piece_is_refused_with_numbers() -> None:
+    it = with_memory(blocks=4)
+    refusal = it.submit(long("a", 500), Held(reading=3 * BLOCK_TOKENS))
+    assert isinstance(refusal, RequestFailed) and refusal.code == "kv_memory_exceeded"
+    assert "the prompt of 500 tokens in one piece" in refusal.message
+    assert "rank 1 (mac1)" in refusal.message and not it._held
+    assert it.submit(long("b", 500, max_tokens=1000), Held(reading=2 * BLOCK_TOKENS)) is None
+    (b,) = it.next_plan(0).admit
+    assert b.max_tokens == 4 * BLOCK_TOKENS - 500, "what the forward needs is free again for the answer"
+
+
 def test_pictures_that_leave_no_room_for_their_prompt_are_refused_with_numbers() -> None:
     it = with_memory(blocks=4)
     assert it.submit(long("a", 500, max_tokens=1000), Held(BLOCK_TOKENS, 0)) is None
@@ -377,23 +420,28 @@ def test_a_row_that_makes_room_may_be_cancelled_or_end_before_it_leaves() -> Non
 @given(
     blocks=st.integers(2, 9),
     sizes=st.lists(
-        st.tuples(st.integers(1, 450), st.integers(1, 400), st.sampled_from([0, 0, 50, 300])),
+        st.tuples(
+            st.integers(1, 450),
+            st.integers(1, 400),
+            st.sampled_from([0, 0, 50, 300]),
+            st.sampled_from([0, 0, 100, 500]),
+        ),
         min_size=1,
         max_size=7,
     ),
     delay=st.integers(0, 3),
 )
 def test_memory_is_never_exceeded_and_every_request_gets_all_its_tokens_once(
-    blocks: int, sizes: list[tuple[int, int, int]], delay: int
+    blocks: int, sizes: list[tuple[int, int, int, int]], delay: int
 ) -> None:
-    """`sizes`: tokens of the prompt and of the answer, and bytes of what its pictures became. `delay`: plans
-    that are under way, as in a pipeline."""
+    """`sizes`: tokens of the prompt and of the answer, and bytes of what its pictures became, and of the
+    forward that reads it in one piece. `delay`: plans that are under way, as in a pipeline."""
     it, kv = with_memory(blocks), of_blocks(blocks)
     got: dict[str, list[int]] = {}
     due: dict[str, int] = {}
     held: dict[str, Held] = {}
-    for number, (num_prompt, max_tokens, num_bytes) in enumerate(sizes):
-        mine = held[str(number)] = Held(num_bytes, num_bytes // 2)
+    for number, (num_prompt, max_tokens, num_bytes, reading) in enumerate(sizes):
+        mine = held[str(number)] = Held(num_bytes, num_bytes // 2, reading)
         if it.submit(long(str(number), num_prompt, max_tokens), mine) is None:
             got[str(number)] = []
             longest = kv.longest_sequence(100_000, [num_bytes] * 2)
@@ -418,6 +466,8 @@ def test_memory_is_never_exceeded_and_every_request_gets_all_its_tokens_once(
             sum(held[row].all for row in rows),
             sum(held[row].after if row in has_token else held[row].all for row in rows),
         ]
+        reading = sum(held[row].reading for row in rows if row not in has_token)
+        taken = [num_bytes + reading for num_bytes in taken]
         assert kv.short(len(rows), longest + 1, taken) is None or len(rows) <= 1
         produced = []
         for request_id, row in list(rows.items()):

@@ -9,9 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 
 from mlx_mesh.mesh.messages import Admission
+from mlx_mesh.mesh.whole_prompt import Widths
 from mlx_mesh.node.engine.features import Features, passed_on
 from mlx_mesh.node.engine.language_part import LanguagePart
 from mlx_mesh.node.engine.pictures import Pictures, PromptTooLong
@@ -25,6 +27,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
+        self.language_model = SimpleNamespace(model=SimpleNamespace(norm=None))
 
     def __call__(self, tokens: Any, cache: list[Any] | None = None) -> Any:
         self.asked += tokens.tolist()
@@ -60,6 +63,7 @@ class Noting:
 
     def __init__(self, part: Any) -> None:
         self.part = part
+        self.language_model = part.language_model
         self.lengths: list[int] = []
 
     def make_cache(self) -> list[Any]:
@@ -124,3 +128,39 @@ def test_how_long_it_may_be_is_checked_before_anything_is_embedded(tiny_vlm: Mod
     assert pictures.read_text((1, 2, 3, 4)).is_whole
     with pytest.raises(PromptTooLong, match=r"has 5 tokens, and this model reads it in one piece: .* for 4"):
         pictures.read_text((1, 2, 3, 4, 5))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["paligemma", "gemma3n", "gemma4#blocks"])
+def test_a_forward_needs_no_more_memory_than_is_set_aside_for_it(tiny_vlm: ModuleType, family: str) -> None:
+    """Logits of the whole prompt alone would be more than twice as much."""
+    num_tokens, hidden, vocabulary = 512, 256, 64_000
+    config = copy.deepcopy(tiny_vlm.CONFIGS[family]) | {"hidden_size": hidden, "vocab_size": vocabulary}
+    inner: Any = 1024
+    config["text_config"] |= {
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "intermediate_size": [inner] * 9 if family == "gemma3n" else inner,
+    }
+    part = LanguagePart(tiny_vlm.build(family, config, is_blind=True).language_model)
+    fields = {"inputs_embeds": mx.random.normal((1, num_tokens, hidden))}
+    if family == "gemma3n":
+        fields["per_layer_inputs"] = mx.random.normal((1, num_tokens, 9, 16))
+    if family == "gemma4#blocks":
+        fields["mm_token_type_ids"] = mx.array([[1] * 8 + [0] * (num_tokens - 8)])
+    cache = part.make_cache()
+    cache[-1].features = [Features(num_tokens, fields, is_whole=True)]
+    cache[-1].whole = [WholeRow((5,) * num_tokens)]
+    mx.eval(fields)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    logits = WholePrompts(part)(mx.array([[5] * num_tokens]), cache=cache)
+    states = [one.state for one in cache[:-1]]
+    mx.eval(logits[:, -1], states)
+    kept = sum(int(array.nbytes) for _, array in tree_flatten(states))
+    needed = mx.get_peak_memory() - before - kept
+    most = Widths.of(config).bytes_of(num_tokens)
+    assert 0.4 * most < needed < most < 4 * num_tokens * vocabulary / 2

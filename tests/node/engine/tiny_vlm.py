@@ -65,8 +65,30 @@ def build(family: str, settings: dict[str, Any] | None = None, *, is_blind: bool
     model.update(tree_unflatten(changed))
     if is_blind or (family in HEARING and family.partition("#")[0] in LARGE_TOWERS):
         model.vision_tower = nn.Identity()
+    elif family in LARGE_TOWERS and settings is None:
+        model.vision_tower = _towers.setdefault(family, _Remembering(model.vision_tower))
     mx.eval(model.parameters())
     return model
+
+
+class _Remembering(nn.Module):  # type: ignore[misc]
+    """A tower whose pass takes most of a minute, and that every build of its family has alike: what it made
+    of each picture is made once."""
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.tower = tower
+        self._seen: dict[bytes, Any] = {}
+
+    def __call__(self, pixels: Any, **others: Any) -> Any:
+        key = np.array(pixels).tobytes() + repr(sorted(others.items())).encode()
+        if key not in self._seen:
+            self._seen[key] = self.tower(pixels, **others)
+            mx.eval(self._seen[key])
+        return self._seen[key]
+
+
+_towers: dict[str, _Remembering] = {}
 
 
 def refusal(family: str) -> str:
