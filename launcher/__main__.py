@@ -12,10 +12,15 @@ def main() -> int:
     """The entry point. Returns the exit status."""
     before = signal.signal(signal.SIGINT, _leave)
     from mlx_mesh.launcher import cli
+    from mlx_mesh.mesh.errors import MeshError
 
+    try:
+        arguments = cli.parse()  # imports what the command needs
+    except MeshError as error:
+        return cli.tell(error)
     signal.signal(signal.SIGINT, before)
     try:
-        return cli.main()
+        return cli.run(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -1,20 +1,29 @@
-"""Reading the words of one command: a hostfile or a name may also stand behind flags, and a mistyped flag is
-told with the command's own usage and the flag that may be meant."""
+"""Reading the words of one command: its flags are added when it is called, a hostfile or a name may also
+stand behind flags, a mistyped flag is told with the command's own usage and the flag that may be meant."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
 class CommandParser(argparse.ArgumentParser):
     """argparse gives an optional word its default as soon as flags begin, and refuses it behind them."""
 
+    _complete: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def complete_later(self, complete: Callable[[argparse.ArgumentParser], None]) -> None:
+        """`complete` adds the flags, before the first words are read."""
+        self._complete = complete
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        if self._complete is not None:
+            self._complete(self)
+            self._complete = None
         found, extra = super().parse_known_args(args, namespace)
         unknown = [word for word in extra if word.startswith("-") and word != "-"]
         left = [] if unknown else [word for word in extra if not self._take(found, word)]

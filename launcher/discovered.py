@@ -42,9 +42,6 @@ from mlx_mesh.mesh.host_entry import HostEntry
 from mlx_mesh.mesh.hostfile import Hostfile
 from mlx_mesh.mesh.interfaces import check_rules
 
-DISCOVER_S = 5.0
-"""How long `up --discover` looks for hosts."""
-
 SCAN_MARGIN_S = 30.0  # the child's start, and asking the system for its interfaces
 GREET_S = 2.0
 MAX_ADDRESSES = 64

@@ -35,8 +35,7 @@ from mlx_mesh.mesh.hostfile_fields import check_name, split_ssh_target
 from mlx_mesh.mesh.hostfile_text import FoundHost, describe, describe_links, host_name, hostfile_text
 
 
-def add_parser(command: Callable[..., argparse.ArgumentParser]) -> None:
-    parser = command("init", run, "Ask hosts over SSH what they are, and write hosts.yaml.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("hosts", nargs="+", metavar="HOST", help="HOST or USER@HOST, beside this machine")
     parser.add_argument(
         "-o", "--output", default="hosts.yaml", metavar="FILE", help="default hosts.yaml; - = print it only"

@@ -17,7 +17,8 @@ import msgspec
 from mlx_mesh.launcher.asking import Answer, ask_hosts
 from mlx_mesh.launcher.config import LaunchConfig, read_hostfile
 from mlx_mesh.launcher.preflight import open_host
-from mlx_mesh.launcher.remote import RemoteHost, run
+from mlx_mesh.launcher.remote import RemoteHost
+from mlx_mesh.launcher.remote import run as run_there
 from mlx_mesh.launcher.state import state_root
 from mlx_mesh.mesh.doctor import Level
 from mlx_mesh.mesh.errors import ExitCode, MeshError, PreflightError, SettingsError
@@ -31,8 +32,7 @@ COMMAND_S = 60.0
 Say = Callable[[str], None]
 
 
-def add_parser(command: Callable[..., argparse.ArgumentParser]) -> None:
-    parser = command("net", run_net, "Plan addresses for the Thunderbolt cables between hosts.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["plan"], help="print the commands for each host, and their undo")
     parser.add_argument("hostfile", nargs="?", default="hosts.yaml", help="default hosts.yaml")
     parser.add_argument("--apply", action="store_true", help="run them, where `sudo -n` asks nothing")
@@ -41,7 +41,7 @@ def add_parser(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
-def run_net(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     if arguments.apply and arguments.json:
         raise SettingsError("--json prints a plan; --apply carries one out. Give one of them.")
     hostfile = read_hostfile(arguments.hostfile)
@@ -232,7 +232,7 @@ def sudo(remote: RemoteHost, words: Sequence[str]) -> str:
     """Run a command as root, asking nothing; '' or why not. A login shell's PATH may lack the system's own
     tools. Raises HostFault and CommandTimeout."""
     script = 'PATH="$PATH:/usr/bin:/bin:/usr/sbin:/sbin"; exec sudo -n "$@"'
-    done = run(remote, ["/bin/sh", "-c", script, "sh", *words], b"", COMMAND_S)
+    done = run_there(remote, ["/bin/sh", "-c", script, "sh", *words], b"", COMMAND_S)
     if done.exit.code == 0 and not any("Error" in line for line in done.stdout):
         return ""
     return done.last_words() or str(done.exit)

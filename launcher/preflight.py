@@ -15,7 +15,6 @@ import msgspec
 from mlx_mesh.launcher.addresses import SeenAddresses, choose_addresses
 from mlx_mesh.launcher.config import LaunchConfig, adapter_candidates, is_hub_id, model_candidates
 from mlx_mesh.launcher.faults import STEPS, HostFault
-from mlx_mesh.launcher.paired import connect
 from mlx_mesh.launcher.remote import (
     CommandTimeout,
     LocalHost,
@@ -24,7 +23,6 @@ from mlx_mesh.launcher.remote import (
     interpreter_fault,
     run_program,
 )
-from mlx_mesh.launcher.ssh import SshHost, find_route
 from mlx_mesh.mesh.doctor import install_fix
 from mlx_mesh.mesh.errors import PreflightError
 from mlx_mesh.mesh.host_entry import HostEntry
@@ -83,6 +81,10 @@ def open_host(entry: HostEntry, ssh_config: str) -> RemoteHost:
     """Reach a host. Raises HostFault."""
     if entry.is_local:
         return LocalHost(entry.name)
+    # The SSH library is the slowest import of the launcher, and hosts that are this machine never need it.
+    from mlx_mesh.launcher.paired import connect
+    from mlx_mesh.launcher.ssh import SshHost, find_route
+
     if entry.agent is not None:
         return connect(entry.name, entry.agent, os.environ)
     return SshHost.connect(entry.name, find_route(entry.name, entry.ssh, entry.user, ssh_config or None))
@@ -179,7 +181,7 @@ def probe_host(entry: HostEntry, config: LaunchConfig, may_lack_model: bool = Fa
         answer = ask_host(remote, python, entry, config, asks_hub=not may_lack_model)
         facts = read_answer(answer, entry.name, python, config.model, may_lack_model)
         reached_at = ""
-        if isinstance(remote, SshHost):
+        if not isinstance(remote, LocalHost):
             seen = str(answer["ssh_connection"]).split()
             reached_at = seen[2] if len(seen) == 4 else remote.peer_address
         adapter, embedding = str(answer.get("adapter", "")), str(answer.get("embedding", ""))

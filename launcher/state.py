@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
+from mlx_mesh.launcher.error_text import ERROR_PREFIX
 from mlx_mesh.launcher.programs.processes import started
 from mlx_mesh.launcher.text import harmless
 from mlx_mesh.mesh.discovery import AgentRoute
 from mlx_mesh.mesh.errors import AlreadyRunningError, NotRunningError, SettingsError
 from mlx_mesh.mesh.host_entry import HostEntry
 
-ERROR_PREFIX = "mlx-mesh: "
 LAST_WORDS_BYTES = 16 * 1024
 LAST_WORDS_CHARS = 600
 

@@ -35,8 +35,7 @@ from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.hostfile_fields import split_ssh_target
 
 
-def add_parser(command: Callable[..., argparse.ArgumentParser]) -> None:
-    parser = command("trust", run, "Show a host's SSH key, and record it when you say so.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("hosts", nargs="+", metavar="HOST", help="as you would type it after ssh")
     parser.add_argument("--yes", action="store_true", help="record what the host shows without a question")
     parser.add_argument(

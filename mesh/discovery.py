@@ -31,6 +31,7 @@ MAX_HOSTS = 64
 """Beyond these, announcements are rejected."""
 
 SCAN_S = 3.0
+DISCOVER_S = 5.0  # how long `up --discover` looks for hosts
 MIN_SCAN_S = 0.2
 MAX_SCAN_S = 60.0
 """How long a look at the network takes, and may."""

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from mlx_mesh.launcher import bench_command, cli, plan_command, verify_command
+from mlx_mesh.launcher.commands.launch_flags import read_launch_flags
 from mlx_mesh.launcher.config import build_config, local_hostfile
 from mlx_mesh.launcher.measured import keep_measurements, measurements_file, read_measurements
 from mlx_mesh.launcher.plan import context_notes
@@ -282,7 +283,7 @@ def test_plan_flags_reach_the_question() -> None:
 def test_offline_reaches_every_host(tiny_llama: Path) -> None:
     words = ["up", "--sim", "1", "--model", "org/none", "--offline"]
     arguments = cli.build_parser().parse_args(words)
-    config = build_config(local_hostfile(1, "sim"), cli._flags(arguments), {})
+    config = build_config(local_hostfile(1, "sim"), read_launch_flags(arguments), {})
     assert config.is_offline
     with pytest.raises(PreflightError, match=r"--offline forbids to ask the hub"):
         check_hosts(config)
@@ -293,5 +294,5 @@ def test_cache_flags_reach_the_plan_and_the_mesh() -> None:
     plan = parser.parse_args(["plan", "m", "--kv-bits", "4", "--kv-group-size", "32"])
     assert (plan.kv_bits, plan.kv_group_size) == (4, 32)
     words = ["serve", "--model", "m", "--kv-bits", "8", "--quantized-kv-start", "0", "--max-kv-size", "900"]
-    config = build_config(local_hostfile(1, "sim"), cli._flags(parser.parse_args(words)), {})
+    config = build_config(local_hostfile(1, "sim"), read_launch_flags(parser.parse_args(words)), {})
     assert (config.kv_options, config.context_length) == (KvOptions(bits=8, group_size=64), 900)

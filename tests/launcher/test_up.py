@@ -450,18 +450,20 @@ def test_ctrl_c_while_coming_up_leaves_nothing(local: tuple[Path, Any], state_ho
     assert not (state_home / "mlx-mesh" / "studio").exists()
 
 
-def test_ctrl_c_during_the_imports_ends_without_a_traceback() -> None:
+@pytest.mark.parametrize("module", ["cli", "commands.up"])
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(module: str) -> None:
     code = (
         "import os, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'mlx_mesh.launcher.cli':\n"
+        f"        if name == 'mlx_mesh.launcher.{module}':\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())\n"
         "from mlx_mesh.launcher.__main__ import main\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", code, "--help"], capture_output=True, timeout=LIMIT_S)
+    words = [sys.executable, "-I", "-c", code, "up", "--help"]
+    done = subprocess.run(words, capture_output=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, b"", b"")
 
 

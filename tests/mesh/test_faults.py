@@ -62,12 +62,15 @@ def test_only_the_flag_and_the_faulty_engine_import_the_kit() -> None:
                 if isinstance(node, ast.ImportFrom) and node.module in KIT:
                     where = "at the top" if id(node) in top else "in a function"
                     importers.setdefault(str(path.relative_to(ROOT)), []).append(where)
-    assert importers == {"launcher/cli.py": ["in a function"], "node/engine/faulty.py": ["at the top"]}
+    assert importers == {
+        "launcher/commands/up.py": ["in a function"],
+        "node/engine/faulty.py": ["at the top"],
+    }
 
 
 def test_processes_without_the_flag_never_load_the_kit() -> None:
     code = (
-        "import sys, mlx_mesh.launcher.cli, mlx_mesh.node.lifecycle, mlx_mesh.node.engine.phases\n"
+        "import sys, mlx_mesh.launcher.commands.up, mlx_mesh.node.lifecycle, mlx_mesh.node.engine.phases\n"
         f"sys.exit(any(name in sys.modules for name in {KIT!r}))"
     )
     assert subprocess.run([sys.executable, "-I", "-c", code], timeout=60, check=False).returncode == 0

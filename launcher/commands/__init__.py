@@ -1,0 +1,1 @@
+"""The words of each command: its flags, and what it prints."""
