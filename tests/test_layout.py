@@ -182,3 +182,14 @@ def test_every_imported_package_is_declared() -> None:
 
 def package_of(requirement: str) -> str:
     return re.split(r"[<>=\[ ]", requirement)[0].lower().replace("_", "-")
+
+
+def test_folders_that_the_second_part_of_all_tests_leaves_out_have_none_of_its_tests() -> None:
+    script = (ROOT / "scripts" / "test").read_text(encoding="utf-8")
+    found = re.search(r'alone="(.+?)"', script)
+    folders = re.findall(r"--ignore=(\S+)", script)
+    assert found and folders
+    marks = [f"pytest.mark.{name}" for name in found[1].split(" or ")]
+    for path in sources(*folders):
+        text = path.read_text(encoding="utf-8")
+        assert not [mark for mark in marks if mark in text], name_of(path)
