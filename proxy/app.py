@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,6 +33,7 @@ from mlx_mesh.proxy.routes import (
     openapi,
     responses,
 )
+from mlx_mesh.proxy.routes.common import CLIENT_GONE_STATUS
 from mlx_mesh.proxy.services import Services
 
 WORLD_SIZE_HEADER = "x-mlx-mesh-world-size"
@@ -68,6 +70,7 @@ def build_app(services: Services) -> ASGIApp:
         _add_without_version(app, router)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MeshError, _mesh_error)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
     config = services.config
     guarded: ASGIApp = Guard(
@@ -162,6 +165,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _mesh_error(request: Request, error: Exception) -> Response:
     return to_api_error(error).response(request.url.path)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE_STATUS)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -142,11 +142,9 @@ def item_turns(
             case "message":
                 turns.append(_message(item, param, parts))
             case "reasoning":
-                thoughts += [
-                    str(part.get("text") or "")
-                    for part in (item.get("content") or item.get("summary") or ())
-                    if isinstance(part, dict)
-                ]
+                name = "content" if item.get("content") else "summary"
+                said = _parts(item.get(name), f"{param}.{name}") or ()
+                thoughts += [str(part.get("text") or "") for part in said if isinstance(part, dict)]
                 continue
             case "function_call":
                 _add_call(turns, item, param)
@@ -167,7 +165,8 @@ def item_turns(
 
 
 def _message(item: dict[str, Any], param: str, parts: PartReader) -> dict[str, Any]:
-    role = _ROLES.get(item.get("role", ""))
+    given = item.get("role")
+    role = _ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise invalid(f"Invalid '{param}.role': {', '.join(_ROLES)}.", param=f"{param}.role")
     content = _parts(item.get("content"), f"{param}.content")

@@ -12,6 +12,7 @@ from mlx_mesh.proxy.media.limits import MAX_PACKETS
 
 if TYPE_CHECKING:
     import av
+    from av.audio.codeccontext import AudioCodecContext
     from av.audio.stream import AudioStream
     from av.container import InputContainer
 
@@ -49,7 +50,9 @@ def wav_of(pcm: bytes, rate: int) -> bytes:
 
 
 def _check(stream: AudioStream) -> None:
-    codec = stream.codec_context
+    codec: AudioCodecContext | None = stream.codec_context  # PyAV's types know nothing of None
+    if codec is None:
+        raise Undecodable("has sound of a kind that nothing here knows")
     if codec.name not in DECODERS["audio"]:
         raise Undecodable(f"has sound of kind {codec.name[:40]}, which is not taken")
     if codec.sample_rate not in _SOURCE_RATES:

@@ -21,6 +21,7 @@ from mlx_mesh.proxy.media.limits import MAX_FRAME_PIXELS, MAX_PACKETS, MAX_PNG_P
 if TYPE_CHECKING:
     import av
     from av.container import InputContainer
+    from av.video.codeccontext import VideoCodecContext
     from av.video.stream import VideoStream
     from PIL import Image
 
@@ -100,7 +101,9 @@ def _stream(container: InputContainer) -> VideoStream:
     stream = container.streams.best("video")
     if not isinstance(stream, VideoStream):
         raise Undecodable("has no pictures")
-    codec = stream.codec_context
+    codec: VideoCodecContext | None = stream.codec_context  # PyAV's types know nothing of None
+    if codec is None:
+        raise Undecodable("has pictures of a kind that nothing here knows")
     if codec.name not in DECODERS["video"]:
         raise Undecodable(f"has pictures of kind {codec.name[:40]}, which is not taken")
     _check_size(codec.width, codec.height)

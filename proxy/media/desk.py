@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from mlx_mesh.mesh.messages import ProxyConfig
 from mlx_mesh.mesh.types import STILLS
 from mlx_mesh.node.client import CoordinatorClient
-from mlx_mesh.proxy.errors import invalid
+from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, invalid
 from mlx_mesh.proxy.media.addresses import UrlRefused
 from mlx_mesh.proxy.media.containers import Container, container_of, kinds, missing_bytes
 from mlx_mesh.proxy.media.data_urls import is_data_url, read_base64, read_data_url
@@ -22,7 +24,14 @@ from mlx_mesh.proxy.media.files import can_read, check_file
 from mlx_mesh.proxy.media.frame_wish import FrameWish
 from mlx_mesh.proxy.media.item import NOUNS, Item, broken, of_kind
 from mlx_mesh.proxy.media.known_marks import read_known_marks
-from mlx_mesh.proxy.media.limits import MAX_AUDIO_S, MAX_ITEMS, MAX_SEQUENCE_BYTES, MAX_TOTAL_BYTES
+from mlx_mesh.proxy.media.limits import (
+    DECODE_TURN_S,
+    MAX_AUDIO_S,
+    MAX_ITEMS,
+    MAX_SEQUENCE_BYTES,
+    MAX_TOTAL_BYTES,
+    NUM_DECODERS,
+)
 from mlx_mesh.proxy.media.marks import Marks, find_marks
 from mlx_mesh.proxy.media.model_files import read_sampling, read_sampling_rate
 from mlx_mesh.proxy.media.parts import PartReader
@@ -30,6 +39,8 @@ from mlx_mesh.proxy.media.sampling import Sampling
 from mlx_mesh.proxy.media.stills import MAX_STILLS
 from mlx_mesh.proxy.metrics import Metrics
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
+
+T = TypeVar("T")
 
 _NAMES = {"image": "images", "audio": "audio", "video": "video"}
 _LIBRARIES = {"image": "Pillow", "audio": "PyAV", "video": "PyAV"}
@@ -43,6 +54,8 @@ class MediaDesk:
     def __init__(self, config: ProxyConfig, tokenizer: ModelTokenizer, client: CoordinatorClient) -> None:
         self.fetcher = Fetcher(frozenset(config.allowed_media_domains))
         self.decoder = Decoder()
+        # Their own, or prompts of text would wait for pictures to be tokenised.
+        self._threads = ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="pictures")
         self._tokenizer = tokenizer
         self._client = client
         self._marks: dict[tuple[str, ...], Marks] = {}
@@ -129,17 +142,36 @@ class MediaDesk:
         fetched = await self._fetch([item for item in new if _is_remote(item)])
         # Of what the engine gets, and what is still as it came.
         total = sum(item.num_bytes for item in items)
+        pixels = sum(item.pixels for item in items)
         made: list[Item] = []
         for item in new:
-            data = await self._tokenizer.in_thread(functools.partial(_read, item, fetched.get(id(item))))
+            work = functools.partial(_read, item, fetched.get(id(item)), pixels)
+            data, own_pixels = await self._in_thread(item, work)
+            pixels += own_pixels
             _check_total(item, total + len(data), num_choices if item.kind == "image" else 1)
             ready = await self._decoded(item, data, wish, MAX_TOTAL_BYTES - total)
+            ready.pixels = own_pixels
             total += ready.num_bytes
             _check_total(item, total, num_choices)
             made.append(ready)
         for item, ready in zip(new, made, strict=True):
             item.file, item.video, item.seconds, item.source = ready.file, ready.video, ready.seconds, ""
+            item.pixels = ready.pixels
         _count(new, metrics)
+
+    async def _in_thread(self, item: Item, work: Callable[[], T]) -> T:
+        try:
+            async with asyncio.timeout(DECODE_TURN_S):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"'{item.param}' was not read within {DECODE_TURN_S:g} s (DECODE_TURN_S);"
+                " others are being read.",
+                code="decode_timeout",
+                param=item.param,
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
 
     async def _decoded(self, item: Item, data: bytes, wish: FrameWish, room: int) -> Item:
         """What is made of a file that was read, in an item of its own: the request may still fail."""
@@ -214,16 +246,18 @@ def _is_remote(item: Item) -> bool:
     return item.is_url and not is_data_url(item.source)
 
 
-def _read(item: Item, fetched: bytes | None) -> bytes:
+def _read(item: Item, fetched: bytes | None, pixels: int) -> tuple[bytes, int]:
+    """The file, and how many pixels the picture has. `pixels`: of the request's other ones."""
     if fetched is not None:
         data = fetched
     elif item.is_url:
         data = read_data_url(item)
     else:
         data = read_base64(item)
-    if item.kind == "image":
-        check_file(item, data)
-    return data
+    if item.kind != "image":
+        return data, 0
+    facts = check_file(item, data, pixels)
+    return data, facts.width * facts.height
 
 
 def _container(item: Item, data: bytes) -> Container:

@@ -70,7 +70,7 @@ class Fetcher:
                     answer = await self._ask(target, kind)
                     if isinstance(answer, bytes):
                         return answer
-                    url = urljoin(url, answer.location)
+                    url = _joined(url, answer.location)
         except TimeoutError as error:
             raise FetchFailed(
                 f"was not read within {self.deadline_s:g} s (FETCH_DEADLINE_S); send it as a data URL"
@@ -114,6 +114,13 @@ class Fetcher:
 @dataclass(frozen=True, slots=True)
 class _Redirect:
     location: str
+
+
+def _joined(url: str, location: str) -> str:
+    try:
+        return urljoin(url, location)
+    except ValueError as error:
+        raise UrlRefused(f"was redirected to what is no URL ({error})") from error
 
 
 async def _exchange(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mlx_mesh.proxy.errors import ApiError
 from mlx_mesh.proxy.media.item import Item, broken
-from mlx_mesh.proxy.media.limits import MAX_PIXELS
+from mlx_mesh.proxy.media.limits import MAX_PIXELS, MAX_TOTAL_PIXELS
 
 FORMATS = {
     "PNG": ("image/png",),
@@ -41,9 +41,9 @@ def can_read() -> bool:
     return importlib.util.find_spec("PIL") is not None
 
 
-def check_file(item: Item, data: bytes) -> PictureFacts:
-    """Raises ApiError 400 naming the part: not a picture, of a kind that is not taken, not what the client
-    says it is, too many pixels, or broken. Needs Pillow."""
+def check_file(item: Item, data: bytes, before: int = 0) -> PictureFacts:
+    """`before`: pixels of the request's other pictures. Raises ApiError 400 naming the part: not a picture,
+    of a kind that is not taken, not what the client says it is, too many pixels, or broken. Needs Pillow."""
     from PIL import Image, UnidentifiedImageError
 
     too_many: tuple[type[Exception], ...] = (Image.DecompressionBombError, Image.DecompressionBombWarning)
@@ -51,7 +51,7 @@ def check_file(item: Item, data: bytes) -> PictureFacts:
         with Image.open(io.BytesIO(data), formats=[*FORMATS]) as image:
             name = _ALSO.get(image.format or "", image.format or "")
             facts = PictureFacts(name, *image.size)
-            _check_size(item, facts)
+            _check_size(item, facts, before)
             _check_type(item, name)
             image.draft(None, _PREVIEW)
             image.load()
@@ -70,11 +70,18 @@ def check_file(item: Item, data: bytes) -> PictureFacts:
     return facts
 
 
-def _check_size(item: Item, facts: PictureFacts) -> None:
+def _check_size(item: Item, facts: PictureFacts, before: int) -> None:
     if facts.width < 1 or facts.height < 1:
         raise broken(item, f"has no pixels ({facts.width} by {facts.height}).")
     if facts.width * facts.height > MAX_PIXELS:
         raise _too_large(item, f"{facts.width} by {facts.height} pixels")
+    if before + facts.width * facts.height > MAX_TOTAL_PIXELS:
+        raise broken(
+            item,
+            f"is too much: with its {facts.width} by {facts.height} pixels the pictures of this request have "
+            f"more than {MAX_TOTAL_PIXELS} together.",
+            code="too_large",
+        )
 
 
 def _check_type(item: Item, name: str) -> None:

@@ -30,6 +30,7 @@ class Item:
         "kind",
         "media_type",
         "param",
+        "pixels",
         "seconds",
         "source",
         "video",
@@ -59,6 +60,7 @@ class Item:
         self.file = b""
         self.video: Video | None = None
         self.seconds = 0.0
+        self.pixels = 0  # of a picture
 
     @property
     def is_read(self) -> bool:

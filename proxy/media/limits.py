@@ -20,6 +20,9 @@ MAX_SEQUENCE_BYTES = 256 * _MIB
 MAX_PIXELS = 50_000_000
 """Width times height of one picture, read from its header: as RGBA that is 200 MB."""
 
+MAX_TOTAL_PIXELS = 400_000_000
+"""Of all pictures of one request together: 32 of 12.5 megapixels. The engine reads nothing else meanwhile."""
+
 LOW_DETAIL_PIXELS = 512 * 512
 """`detail: low` scales a picture down to so many pixels, where the model's processor can."""
 
@@ -45,7 +48,7 @@ DECODE_DEADLINE_S = 30.0
 """For one audio or video, in a process of its own."""
 
 DECODE_TURN_S = 60.0
-"""For the turn of a request: few files are decoded together."""
+"""For the turn of a file: few are decoded together. For a picture until it is decoded."""
 
 NUM_DECODERS = 2
 

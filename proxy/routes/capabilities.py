@@ -22,6 +22,7 @@ from mlx_mesh.proxy.media.limits import (
     MAX_ITEMS,
     MAX_PIXELS,
     MAX_TOTAL_BYTES,
+    MAX_TOTAL_PIXELS,
 )
 from mlx_mesh.proxy.routes.common import services_of
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS
@@ -133,6 +134,7 @@ async def capabilities(request: Request) -> Response:
                 "max_image_bytes": MAX_FILE_BYTES["image"],
                 "max_images_bytes": MAX_TOTAL_BYTES,
                 "max_image_pixels": MAX_PIXELS,
+                "max_images_pixels": MAX_TOTAL_PIXELS,
                 "max_audios": MAX_ITEMS["audio"],
                 "max_audio_bytes": MAX_FILE_BYTES["audio"],
                 "max_audio_seconds": MAX_AUDIO_S,

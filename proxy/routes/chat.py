@@ -10,7 +10,7 @@ from mlx_mesh.proxy.answers.openai import ChatAnswer
 from mlx_mesh.proxy.conversation import conversation_id
 from mlx_mesh.proxy.convert.chat import chat_job
 from mlx_mesh.proxy.convert.common import prepare_chat
-from mlx_mesh.proxy.routes.common import read_body, respond, services_of
+from mlx_mesh.proxy.routes.common import read_body, respond, services_of, while_there
 from mlx_mesh.proxy.schemas.chat import CHAT_FIELDS, ChatRequest
 from mlx_mesh.proxy.schemas.fields import parse
 
@@ -23,7 +23,7 @@ async def chat_completions(request: Request) -> Response:
     body = parse(CHAT_FIELDS, ChatRequest, await read_body(request))
     services.require_model(body.model)
     given_id = conversation_id(request, body)
-    prepared = await prepare_chat(services, chat_job(services, body))
+    prepared = await while_there(request, prepare_chat(services, chat_job(services, body)))
     conversation = services.conversations.begin(given_id, body, is_enabled=services.config.keeps_prefixes)
     answer = ChatAnswer(
         answer_id=prepared.id,

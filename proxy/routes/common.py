@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -30,6 +30,8 @@ ADMISSION_S = 2.0
 
 CLIENT_GONE_STATUS = 499  # nginx's; nobody reads it
 
+T = TypeVar("T")
+
 _log = logging.getLogger("mlx_mesh.proxy")
 
 
@@ -52,6 +54,16 @@ async def read_body(request: Request) -> dict[str, Any]:
     services.require_ready()
     note_conversation(request, raw)
     return raw
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What is done before an answer can begin, unless the client goes: then nothing more is read or decoded
+    for it, and ClientDisconnect is raised."""
+    try:
+        return await while_connected(request.receive, work)
+    except ClientDisconnect:
+        services_of(request).metrics.disconnects.inc()
+        raise
 
 
 async def respond(

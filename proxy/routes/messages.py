@@ -10,7 +10,7 @@ from mlx_mesh.proxy.answers.anthropic import MessagesAnswer
 from mlx_mesh.proxy.convert.anthropic import messages_job
 from mlx_mesh.proxy.convert.common import encode_job, prepare_chat
 from mlx_mesh.proxy.errors import json_response
-from mlx_mesh.proxy.routes.common import read_body, respond, services_of
+from mlx_mesh.proxy.routes.common import read_body, respond, services_of, while_there
 from mlx_mesh.proxy.schemas.fields import parse
 from mlx_mesh.proxy.schemas.messages import (
     COUNT_FIELDS,
@@ -27,7 +27,7 @@ async def messages(request: Request) -> Response:
     services = services_of(request)
     body = parse(MESSAGES_FIELDS, MessagesRequest, await read_body(request))
     services.require_model(body.model)
-    prepared = await prepare_chat(services, messages_job(services, body))
+    prepared = await while_there(request, prepare_chat(services, messages_job(services, body)))
     answer = MessagesAnswer(
         answer_id=prepared.id,
         model_id=services.config.model_id,
@@ -42,5 +42,5 @@ async def count_tokens(request: Request) -> Response:
     services = services_of(request)
     body = parse(COUNT_FIELDS, CountTokensRequest, await read_body(request))
     services.require_model(body.model)
-    encoded, _ = await encode_job(services, messages_job(services, body))
+    encoded, _ = await while_there(request, encode_job(services, messages_job(services, body)))
     return json_response({"input_tokens": len(encoded.ids)})

@@ -14,7 +14,7 @@ from mlx_mesh.proxy.bodies import read_json_object
 from mlx_mesh.proxy.convert.ollama import prepare_ollama_chat, prepare_ollama_generate
 from mlx_mesh.proxy.errors import json_response
 from mlx_mesh.proxy.model_card import ModelCard
-from mlx_mesh.proxy.routes.common import read_body, respond, services_of
+from mlx_mesh.proxy.routes.common import read_body, respond, services_of, while_there
 from mlx_mesh.proxy.schemas.fields import parse
 from mlx_mesh.proxy.schemas.ollama import (
     OLLAMA_CHAT_FIELDS,
@@ -43,7 +43,7 @@ async def chat(request: Request) -> Response:
     require_model(services, body.model)
     if not body.messages:
         return _loaded(body.model, {"message": {"role": "assistant", "content": ""}})
-    prepared = await prepare_ollama_chat(services, body)
+    prepared = await while_there(request, prepare_ollama_chat(services, body))
     answer = OllamaAnswer(
         model=body.model, tokenizer=services.tokenizer, is_chat=True, with_logprobs=body.logprobs
     )
@@ -57,7 +57,7 @@ async def generate(request: Request) -> Response:
     require_model(services, body.model)
     if not body.prompt and not body.images:
         return _loaded(body.model, {"response": ""})
-    prepared = await prepare_ollama_generate(services, body)
+    prepared = await while_there(request, prepare_ollama_generate(services, body))
     answer = OllamaAnswer(
         model=body.model, tokenizer=services.tokenizer, is_chat=False, with_logprobs=body.logprobs
     )

@@ -14,7 +14,7 @@ from mlx_mesh.proxy.convert.responses import ResponsesJob, item_turns, responses
 from mlx_mesh.proxy.errors import ApiError, json_response
 from mlx_mesh.proxy.media.item import items_of
 from mlx_mesh.proxy.response_store import StoredResponse
-from mlx_mesh.proxy.routes.common import read_body, respond, services_of
+from mlx_mesh.proxy.routes.common import read_body, respond, services_of, while_there
 from mlx_mesh.proxy.schemas.fields import parse
 from mlx_mesh.proxy.schemas.responses import RESPONSES_FIELDS, ResponsesRequest
 from mlx_mesh.proxy.services import Services
@@ -28,7 +28,7 @@ async def responses(request: Request) -> Response:
     body = parse(RESPONSES_FIELDS, ResponsesRequest, await read_body(request))
     services.require_model(body.model)
     asked = responses_job(services, body)
-    prepared = await prepare_chat(services, asked.job)
+    prepared = await while_there(request, prepare_chat(services, asked.job))
 
     def store(finished: dict[str, Any]) -> None:
         if body.store is not False:
@@ -50,7 +50,7 @@ async def input_tokens(request: Request) -> Response:
     services = services_of(request)
     body = parse(RESPONSES_FIELDS, ResponsesRequest, await read_body(request))
     services.require_model(body.model)
-    encoded, _ = await encode_job(services, responses_job(services, body).job)
+    encoded, _ = await while_there(request, encode_job(services, responses_job(services, body).job))
     return json_response({"object": "response.input_tokens", "input_tokens": len(encoded.ids)})
 
 

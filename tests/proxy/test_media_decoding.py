@@ -376,6 +376,15 @@ def test_what_is_no_file_with_sound_or_pictures_reaches_no_demuxer(data: bytes) 
     assert container_of(data) is None
 
 
+def test_codecs_that_ffmpeg_does_not_know(clips: Any) -> None:
+    with pytest.raises(Undecodable, match="pictures of a kind that nothing here knows"):
+        seen(clips.film("avi", "mpeg4", 12).replace(b"FMP4", b"ZZZZ"))
+    sound = bytearray(clips.wav(0.1))
+    sound[20:22] = b"BB"  # the format
+    with pytest.raises(Undecodable, match="sound of a kind that nothing here knows"):
+        heard(bytes(sound))
+
+
 def test_a_playlist_behind_the_name_of_a_film_opens_nothing(clips: Any) -> None:
     trap = b"\0\0\0\x14ftypisom\0\0\0\0isom" + b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
     with pytest.raises(BROKEN):

@@ -122,6 +122,13 @@ def test_pixels_are_bounded_before_anything_is_decoded(
         assert str(limits.MAX_PIXELS) in str(error) and ("pixels" in str(error))
 
 
+def test_the_pixels_of_all_pictures_are_bounded_together() -> None:
+    check_file(picture(), made(size=(3, 2)), limits.MAX_TOTAL_PIXELS - 6)
+    with pytest.raises(ApiError, match="pictures of this request") as caught:
+        check_file(picture(), made(size=(3, 2)), limits.MAX_TOTAL_PIXELS - 5)
+    assert (caught.value.code, caught.value.param) == ("image_too_large", PART)
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [

@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import io
+import json
 import logging
+import queue
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -19,8 +25,11 @@ from PIL import Image
 
 from mlx_mesh.mesh.messages import Failed, GenerateRequest, TokenChunk
 from mlx_mesh.proxy.media import desk as desk_module
+from mlx_mesh.proxy.media import files as files_module
 from mlx_mesh.proxy.media.addresses import UrlRefused
 from mlx_mesh.proxy.media.fetch import Fetcher, FetchFailed
+from mlx_mesh.proxy.media.files import PictureFacts, check_file
+from mlx_mesh.proxy.media.item import Item
 from mlx_mesh.proxy.tokenizer import ModelTokenizer
 
 CHAT = "/v1/chat/completions"
@@ -377,6 +386,50 @@ def test_all_files_together_are_bounded(seeing_front: Any, monkeypatch: pytest.M
     monkeypatch.setattr(desk_module, "MAX_SEQUENCE_BYTES", len(RED) * 6 - 1)
     assert seeing_front.post(CHAT, body).status_code == 200
     assert seeing_front.post(CHAT, {**body, "n": 2}).json()["error"]["param"] == "n"
+
+
+def test_all_pictures_together_have_so_many_pixels(
+    seeing_front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "MAX_TOTAL_PIXELS", 4 * 3 * 2)
+    assert seeing_front.post(CHAT, chat(*[image_url(RED)] * 2)).status_code == 200
+    error = seeing_front.post(CHAT, chat(*[image_url(RED)] * 3)).json()["error"]
+    assert (error["code"], error["param"]) == ("image_too_large", "messages[0].content[2].image_url")
+
+
+def test_pictures_that_take_long_keep_no_text_waiting_and_end_with_their_client(
+    start_front: Any, seer: ModelTokenizer, saying: Any, ids_of: IdsOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: queue.Queue[str] = queue.Queue()
+    may_end = threading.Event()
+
+    def slow(item: Item, *rest: Any) -> PictureFacts:
+        begun.put(item.param)
+        assert may_end.wait(20)
+        return check_file(item, *rest)
+
+    monkeypatch.setattr(desk_module, "check_file", slow)
+    front = start_front(saying(ids_of("fine")), model=seer, coordinator=SEES)
+    body = json.dumps(chat(*[image_url(RED)] * 3)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with contextlib.ExitStack() as clients:
+        for _ in range(3):
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", front.port)))
+            client.sendall(head + body)
+        assert [begun.get(timeout=10) for _ in range(2)] == [f"{FIRST}.image_url"] * 2
+        assert front.chat().status_code == 200  # both threads for pictures are taken
+    wait_for(lambda: "client_disconnects_total 3.0" in front.http.get("/metrics").text)
+    may_end.set()
+    assert front.post(CHAT, chat(image_url(RED), image_url(RED))).status_code == 200
+    assert begun.qsize() == 2  # those of this request alone
+    assert len(front.coordinator.requests) == 2
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # the poll interval of a wait that has a deadline
 
 
 @pytest.mark.parametrize(

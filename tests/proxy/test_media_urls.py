@@ -215,6 +215,7 @@ def test_a_name_that_changes_after_the_check_changes_nothing() -> None:
         ("http://evil.test/x", "not on the list"),
         ("file:///etc/passwd", "never read"),
         ("http://other.example/x", "address that is not asked"),
+        ("http://[x", "what is no URL"),
     ],
 )
 def test_a_redirect_is_checked_as_the_first_url_was(location: str, why: str) -> None:

@@ -251,6 +251,9 @@ def test_a_failure_in_a_stream_is_an_event(start_front: Any, thinker: ModelToken
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"role": "boss", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": [], "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
+        ({"input": [{"type": "reasoning", "summary": {"text": "x"}}]}, "input[0].summary"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0]",
