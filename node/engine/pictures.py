@@ -38,7 +38,7 @@ from mlx_mesh.node.engine.sounds import (
 )
 from mlx_mesh.node.engine.text_start import nothing_added, without_what_is_added
 from mlx_mesh.node.engine.tower_memo import TowerMemo
-from mlx_mesh.node.engine.videos import content_of, frames_of, joined, pixels_per_token
+from mlx_mesh.node.engine.videos import content_of, frames_of, joined, most_frames, pixels_per_token
 from mlx_mesh.node.engine.vision_model import load_processor
 from mlx_mesh.node.engine.whole_prompts import has_no_chunks
 from mlx_mesh.node.vision import ONE_PICTURE
@@ -58,6 +58,9 @@ _VIDEO_MARK_NAMES = ("video_token_id", "video_token_index")
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """What processors make of a text without media."""
+
+_OF_AUDIO = ("audio", "input_features", "sound")
+"""Parts of the names of what they make of audio."""
 
 
 class PictureError(MeshError):
@@ -219,59 +222,67 @@ class Pictures:
         return Items(marks, tuple(contents))
 
     def _process(self, media: Media) -> dict[str, Any]:
+        """What the model's own processor makes of it."""
+        processor = self._load_processor()
+        bounds = self._bounds(media, processor)
+        given = {**bounds.asked, **self._opened(media, bounds, processor)}
+        try:
+            inputs = self._prepared(processor, media.text, given)
+            ids = np.array(inputs["input_ids"]).reshape(-1).tolist()
+            text = without_what_is_added(processor, media.text, ids)
+            inputs = inputs if text == media.text else self._prepared(processor, text, given)
+        except Exception as error:  # a processor's own code, over a stranger's file
+            what = f"The model's processor cannot read the {_named(media)}: {_first_line(error)}"
+            raise _error(media, what) from error
+        if left_out := _left_out(media, inputs):
+            raise _error(
+                media,
+                f"The model's processor ({type(processor).__name__}) leaves the {left_out} out. Copy the "
+                "model's processor_config.json and preprocessor_config.json to the leader's folder.",
+            )
+        return inputs
+
+    def _prepared(self, processor: Any, text: str, given: dict[str, Any]) -> dict[str, Any]:
         from mlx_vlm.utils import prepare_inputs, should_add_special_tokens
 
-        processor = self._load_processor()
         config = self._whole.config
-        bounds = self._bounds(media, processor)
+        with nothing_added(processor, text):
+            inputs = prepare_inputs(
+                processor,
+                prompts=text,
+                image_token_index=getattr(config, "image_token_index", None),
+                add_special_tokens=should_add_special_tokens(config.model_type, processor),
+                **given,
+            )
+        return {name: value for name, value in inputs.items() if value is not None}
+
+    def _opened(self, media: Media, bounds: Bounds, processor: Any) -> dict[str, list[Any]]:
+        """All files decoded, by the names that mlx-vlm has for their kinds; only kinds that there are."""
         images = []
         for at, image in enumerate(media.images):
             try:
                 images.append(opened(image, bounds.opened, bounds.edge))
             except Exception as error:  # Pillow's readers raise whatever a stranger's file makes them raise
                 raise PictureError(f"It cannot be read: {_first_line(error)}", f"images[{at}]") from error
-        videos = []
+        videos, most = [], most_frames(processor)
         for at, video in enumerate(media.videos):
+            if most and len(video.frames) > most:
+                raise VideoError(
+                    f"It is {len(video.frames)} frames; the model's processor takes {most} of a video and "
+                    "leaves the others out. Ask for fewer (max_frames, fps).",
+                    f"videos[{at}]",
+                )
             try:
                 videos.append(frames_of(video, media.max_pixels))
             except Exception as error:
                 raise VideoError(f"It cannot be read: {_first_line(error)}", f"videos[{at}]") from error
-        sounds = self._sounds(media, processor)
         kinds = {
             "images": images,
-            "audio": sounds,
+            "audio": self._sounds(media, processor),
             "videos": [frames for frames, _ in videos],
             "video_metadata": [sampled for _, sampled in videos],
         }
-
-        def prepared(text: str) -> dict[str, Any]:
-            with nothing_added(processor, text):
-                found = prepare_inputs(
-                    processor,
-                    prompts=text,
-                    image_token_index=getattr(config, "image_token_index", None),
-                    add_special_tokens=should_add_special_tokens(config.model_type, processor),
-                    **bounds.asked,
-                    **{name: value for name, value in kinds.items() if value},
-                )
-            return {name: value for name, value in found.items() if value is not None}
-
-        try:
-            inputs = prepared(media.text)
-            ids = np.array(inputs["input_ids"]).reshape(-1).tolist()
-            text = without_what_is_added(processor, media.text, ids)
-            inputs = inputs if text == media.text else prepared(text)
-        except Exception as error:  # a processor's own code, over a stranger's file
-            what = f"The model's processor cannot read the {_named(media)}: {_first_line(error)}"
-            raise _error(media, what) from error
-        if inputs.keys() <= _OF_TEXT:  # a tokenizer takes files, too, and says nothing
-            raise _error(
-                media,
-                f"The model's processor ({type(processor).__name__}) reads text alone and leaves the "
-                f"{_named(media)} out. Copy the model's processor_config.json and preprocessor_config.json "
-                "to the leader's folder.",
-            )
-        return inputs
+        return {name: value for name, value in kinds.items() if value}
 
     def _sounds(self, media: Media, processor: Any) -> list[Any]:
         if not media.audios:
@@ -341,6 +352,15 @@ class Pictures:
 
 def _limits_of(media: Media) -> bytes:
     return b"%d %d " % (media.min_pixels, media.max_pixels)
+
+
+def _left_out(media: Media, inputs: dict[str, Any]) -> str:
+    """What of it a processor took and did not read: some are a tokenizer alone when their settings are
+    missing, or have no part for audio then, and say nothing. '' = all is there."""
+    if inputs.keys() <= _OF_TEXT:
+        return _named(media)
+    heard = [name for name in inputs if any(part in name for part in _OF_AUDIO)]
+    return "audio" if media.audios and not heard else ""
 
 
 def _named(media: Media) -> str:

@@ -77,6 +77,14 @@ def pixels_per_token(processor: Any) -> int:
     return (patch * merge) ** 2 * temporal
 
 
+def most_frames(processor: Any) -> int:
+    """Frames of a video of which the processor leaves none out; 0 = it says of no bound. Those that have one
+    also take the frames that are left for the first of their kind: the times that they write are wrong."""
+    component = getattr(processor, "video_processor", None)
+    found = [getattr(component, name, None) for name in ("num_frames", "max_num_frames")]
+    return min((bound for bound in found if isinstance(bound, int) and bound > 0), default=0)
+
+
 def _within(image: Any, max_pixels: int) -> Any:
     width, height = image.size
     if not max_pixels or width * height <= max_pixels:

@@ -92,3 +92,13 @@ def test_a_processor_that_reads_text_alone_is_an_error_and_no_answer(
     with pytest.raises(PictureError, match="leaves the pictures out") as caught:
         pictures.read(Media(text=vlm.prompt("?"), images=(vlm.picture(1),)))
     assert caught.value.param == "images[0]"
+
+
+def test_a_processor_that_leaves_out_the_sound_beside_a_picture_is_an_error(
+    alm: ModuleType, vlm: ModuleType, tiny_alm_folder: Path
+) -> None:
+    pictures = Pictures(tiny_alm_folder, open_lazy(tiny_alm_folder, with_vision=True).whole)
+    pictures._load_processor().feature_extractor = None
+    asked = Media(text=alm.prompt("?", 1, 1), images=(vlm.picture(1),), audios=(alm.sound(1),))
+    with pytest.raises(PictureError, match="leaves the audio out"):
+        pictures.read(asked)

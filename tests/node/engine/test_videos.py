@@ -14,7 +14,7 @@ import pytest
 from mlx_mesh.mesh.messages import Media, Video
 from mlx_mesh.node.engine.loader import open_lazy
 from mlx_mesh.node.engine.media_keys import PICTURE_KEY, Items, keys_of, runs_of
-from mlx_mesh.node.engine.pictures import PictureError, Pictures, PromptTooLong
+from mlx_mesh.node.engine.pictures import PictureError, Pictures, PromptTooLong, VideoError
 from mlx_mesh.node.engine.videos import Sampled, frames_of, joined
 
 PICTURE, VIDEO = frozenset({8}), frozenset({9})
@@ -251,3 +251,13 @@ def test_a_video_whose_frames_were_made_smaller_is_another_one(
     assert found[0][0] == found[1][0]
     assert not mx.array_equal(*(features.fields["inputs_embeds"] for _, _, features in found))
     assert not set(tokens_with(found[0][1])) & set(tokens_with(found[1][1]))
+
+
+def test_a_video_of_which_the_processor_would_leave_frames_out_is_an_error_that_names_it(
+    vlm: ModuleType, tiny_alm_folder: Path
+) -> None:
+    pictures = Pictures(tiny_alm_folder, open_lazy(tiny_alm_folder, with_vision=True).whole)
+    videos = (vlm.video(1), vlm.video(2, num_frames=33))
+    with pytest.raises(VideoError, match=r"33 frames; .* takes 32 of a video") as caught:
+        pictures.read(Media(text="<|video|> and <|video|>", videos=videos))
+    assert (caught.value.param, pictures.towers.num_passes) == ("videos[1]", 0)
