@@ -97,7 +97,8 @@ def test_a_peer_that_does_not_answer_the_checked_collective_is_called_a_stranger
         for rank, engine in enumerate(mesh.engines):
             engine.send(ring(rank, ports))
         failure = mesh.leader.wait_for_kind(EngineFailed)
-        assert (failure.phase, failure.kind) == (Phase.CONNECTING, "stray_peer")
+        seen = f"{failure.message} The other rank: {mesh.engines[1].story()}"
+        assert (failure.phase, failure.kind) == (Phase.CONNECTING, "stray_peer"), seen
         assert "did not end within 1 s" in failure.message
         assert mesh.leader.wait_for_exit() == EXIT_STATUS["stray_peer"]
 
