@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mlx_mesh.proxy.json_file import read_json
 from mlx_mesh.proxy.media.marks import KnownMarks
 
 _FIRST = {
@@ -24,7 +24,7 @@ _OWN_NAME = "mlx_mesh_mlx_vlm_prompt_utils"
 def read_known_marks(folder: Path, added: Iterable[tuple[int, str]], kind: str = "image") -> KnownMarks:
     """`added`: the tokenizer's added tokens. Never raises: a file that cannot be read says nothing."""
     first = _FIRST[kind]
-    contents = {name: _read(folder / name) for name in _FILES}
+    contents = {name: read_json(folder / name) for name in _FILES}
     text_of = dict(added)
     found: dict[str, str] = {}
     for content in contents.values():
@@ -86,11 +86,3 @@ def _prompt_utils() -> ModuleType | None:
             spec.loader.exec_module(module)
             return module
     return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

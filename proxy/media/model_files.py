@@ -3,12 +3,12 @@ cannot be read says nothing."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mlx_mesh.proxy.json_file import read_json
 from mlx_mesh.proxy.media.limits import MAX_FRAMES
 from mlx_mesh.proxy.media.sampling import Sampling
 
@@ -37,7 +37,7 @@ as it imports MLX. `limit`: what their files call max_frames."""
 
 def read_sampling_rate(folder: Path) -> int:
     """Hz, of the model's feature extractor."""
-    contents = [_read(folder / name) for name in _PROCESSORS]
+    contents = [read_json(folder / name) for name in _PROCESSORS]
     for content in contents:
         for part in (content.get("feature_extractor"), content.get("audio_processor"), content):
             for name in ("sampling_rate", "audio_sampling_rate"):
@@ -49,7 +49,7 @@ def read_sampling_rate(folder: Path) -> int:
 
 def read_sampling(folder: Path) -> Sampling:
     """How many frames of a video the model is shown when the request says nothing."""
-    kind = str(_read(folder / "config.json").get("model_type") or "").lower()
+    kind = str(read_json(folder / "config.json").get("model_type") or "").lower()
     family = _FAMILIES.get(kind, {})
     found: dict[str, Any] = {
         name: family[name] for name in ("min_frames", "max_frames", "factor") if name in family
@@ -76,17 +76,9 @@ def _number(value: Any, is_rate: bool) -> float | int | None:
 
 def _video_parts(folder: Path) -> Iterator[dict[str, Any]]:
     for name in _VIDEO:
-        content = _read(folder / name)
+        content = read_json(folder / name)
         part = content.get("video_processor")
         if isinstance(part, dict):
             yield part
         if name != "processor_config.json":
             yield content
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -46,6 +46,13 @@ class Mesh:
             family |= more
         return family
 
+    def wait_until_asked(self) -> None:
+        """A request is open: it has no token yet, or has just got its first ones."""
+        deadline = time.monotonic() + 60
+        while "mlx_mesh_requests_open 0.0" in httpx.get(f"{self.url}/metrics", timeout=10).text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)  # the poll interval of a wait that has a deadline
+
     def stop(self) -> int:
         """Ctrl-C, and the exit status."""
         self.launcher.send_signal(signal.SIGINT)

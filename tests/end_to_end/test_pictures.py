@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -132,7 +131,7 @@ def test_a_follower_that_dies_while_a_picture_is_read_costs_no_request(
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(ask, mesh, ("user", content(vlm.picture(3), long)), max_tokens=60)
             second = pool.submit(ask, mesh, ("user", content(vlm.picture(4), long)), max_tokens=60)
-            wait_until_reading(mesh)
+            mesh.wait_until_asked()
             nodes = httpx.get(f"{mesh.url}/v1/cluster/nodes", timeout=10).json()
             os.kill(nodes["ranks"][1]["engine_pid"], signal.SIGKILL)
             assert text_of(first.result(200)) == calm
@@ -140,14 +139,6 @@ def test_a_follower_that_dies_while_a_picture_is_read_costs_no_request(
         status = httpx.get(f"{mesh.url}/v1/cluster/status", timeout=10).json()
         assert status["epoch"] == 2
         assert mesh.stop() == 0
-
-
-def wait_until_reading(mesh: Any) -> None:
-    """A request is open and has no token yet, or has just got its first ones."""
-    deadline = time.monotonic() + 60
-    while "mlx_mesh_requests_open 0.0" in httpx.get(f"{mesh.url}/metrics", timeout=10).text:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)  # the poll interval of a wait that has a deadline
 
 
 def test_without_its_tower_such_a_model_takes_text_only(

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import signal
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -137,21 +136,13 @@ def test_a_follower_that_dies_while_a_film_is_read_costs_no_request(
         assert httpx.post(f"{mesh.url}/v1/cache/reset", timeout=10).status_code == 202
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(ask, mesh, film, long, max_tokens=60) for film in films]
-            wait_until_reading(mesh)
+            mesh.wait_until_asked()
             nodes = httpx.get(f"{mesh.url}/v1/cluster/nodes", timeout=10).json()
             os.kill(nodes["ranks"][1]["engine_pid"], signal.SIGKILL)
             assert [text_of(one.result(200)) for one in asked] == calm
         status = httpx.get(f"{mesh.url}/v1/cluster/status", timeout=10).json()
         assert status["epoch"] == 2
         assert mesh.stop() == 0
-
-
-def wait_until_reading(mesh: Any) -> None:
-    """A request is open and has no token yet, or has just got its first ones."""
-    deadline = time.monotonic() + 60
-    while "mlx_mesh_requests_open 0.0" in httpx.get(f"{mesh.url}/metrics", timeout=10).text:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)  # the poll interval of a wait that has a deadline
 
 
 def load_helper(name: str) -> ModuleType:

@@ -37,3 +37,9 @@ def tiny() -> ModuleType:
 def tiny_vlm() -> ModuleType:
     """Tiny random vision-language models, a picture for each, and what mlx-vlm makes of it."""
     return _load("tiny_vlm")
+
+
+@pytest.fixture(scope="session")
+def vlm_folders() -> ModuleType:
+    """Such models as complete folders, with processors and templates like those of their families."""
+    return _load("vlm_folders")

@@ -113,21 +113,11 @@ class Model:
         return len(self.tokenizer.plain_ids(self.prompt(num_pictures)))
 
 
-@pytest.fixture(scope="module")
-def vlm_folders() -> ModuleType:
-    path = Path(__file__).parent / "vlm_folders.py"
-    spec = importlib.util.spec_from_file_location("vlm_folders", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["vlm_folders"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def expected(folder: Path, text: str, files: tuple[bytes, ...], **bounds: int) -> tuple[list[Any], list[int]]:
+def expected(
+    tiny_vlm: ModuleType, folder: Path, text: str, files: tuple[bytes, ...]
+) -> tuple[list[Any], list[int]]:
     """Logits and greedy tokens of mlx-vlm's own generation, on its own copy of the model."""
     from mlx_vlm import utils
-    from mlx_vlm.models.cache import make_prompt_cache
 
     model = utils.load_model(folder)
     inputs = utils.prepare_inputs(
@@ -136,26 +126,13 @@ def expected(folder: Path, text: str, files: tuple[bytes, ...], **bounds: int) -
         prompts=text,
         image_token_index=getattr(model.config, "image_token_index", None),
         add_special_tokens=utils.should_add_special_tokens(model.config.model_type, load_processor(folder)),
-        **bounds,
     )
     ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
     embedded = model.get_input_embeddings(
         ids, pixels, mask=mask, **{name: value for name, value in inputs.items() if value is not None}
     )
     fields = {k: v for k, v in embedded.to_dict().items() if v is not None and k != "inputs_embeds"}
-    cache = make_prompt_cache(model.language_model)
-    out = model.language_model(ids, inputs_embeds=embedded.inputs_embeds, cache=cache, **fields)
-    logits, tokens = [out.logits[:, -1]], []
-    for _ in range(NUM_DECODED):
-        tokens.append(int(mx.argmax(logits[-1], axis=-1).item()))
-        kept = (
-            {}
-            if out.cross_attention_states is None
-            else {"cross_attention_states": out.cross_attention_states}
-        )
-        out = model.language_model(mx.array([[tokens[-1]]]), cache=cache, **kept)
-        logits.append(out.logits[:, -1])
-        mx.eval(logits[-1])
+    logits, tokens = tiny_vlm.decoded(model, ids[0].tolist(), embedded, fields, NUM_DECODED)
     return logits, tokens
 
 
@@ -180,7 +157,7 @@ def test_files_go_through_the_familys_own_processor(
         assert sum(key >= 1 << 31 for key in keys) >= num_tokens
     files = (first,) if family.partition("#")[0] in ONE_PICTURE else (first, second)
     text = model.prompt(len(files))
-    logits, tokens = expected(tmp_path, text, files)
+    logits, tokens = expected(tiny_vlm, tmp_path, text, files)
     ids, _, features = model.read(*files)
     clear_state(model.lazy.whole.language_model)
     for chunks in ([features.length], [9, features.length - 10, 1]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import sys
 from pathlib import Path
@@ -26,17 +25,6 @@ QWEN = "<|vision_start|><|video_pad|><|vision_end|>"
 PICTURES = {"gemma4": "<|image|>", "llava_onevision": "<image>", "minicpmv4_6": "(<image>./</image>)"}
 BOTH = (*PICTURES, "qwen3_vl")
 """Whose own code in mlx-vlm reads pictures and videos of one prompt."""
-
-
-@pytest.fixture(scope="module")
-def vlm_folders() -> ModuleType:
-    path = Path(__file__).parent / "vlm_folders.py"
-    spec = importlib.util.spec_from_file_location("vlm_folders", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["vlm_folders"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def expected(folder: Path, model: Any, media: Media) -> tuple[list[int], Any]:

@@ -398,13 +398,22 @@ def reference(
     """Logits (1, vocabulary) of the last prompt token and of each decoded one, and the greedy tokens: as
     mlx-vlm's own generation does it, on one process and with all its state. `prompt`: another than the
     family's picture."""
-    from mlx_vlm.models.cache import make_prompt_cache
-
     ids, embedded = embed_prompt(model, prompt or picture(family, seed))
     fields = {k: v for k, v in embedded.to_dict().items() if v is not None and k != "inputs_embeds"}
     fields |= passed_on((prompt or picture(family, seed))[1], model.language_model)
+    return decoded(model, ids, embedded, fields, num_decoded)
+
+
+def decoded(
+    model: Any, ids: Sequence[int], embedded: Any, fields: dict[str, Any], num_decoded: int
+) -> tuple[list[Any], list[int]]:
+    """Logits and tokens as of `reference`, for a prompt that is embedded already."""
+    from mlx_vlm.models.cache import make_prompt_cache
+
     cache = make_prompt_cache(model.language_model)
-    out = model.language_model(mx.array([ids]), inputs_embeds=embedded.inputs_embeds, cache=cache, **fields)
+    out = model.language_model(
+        mx.array([list(ids)]), inputs_embeds=embedded.inputs_embeds, cache=cache, **fields
+    )
     logits, tokens = [out.logits[:, -1]], []
     for _ in range(num_decoded):
         tokens.append(int(mx.argmax(logits[-1], axis=-1).item()))
