@@ -23,6 +23,10 @@ _EMBEDDING = tuple(
 )
 """IPv6 networks whose addresses lead to an IPv4 host, whatever that is."""
 
+_PUBLIC = ipaddress.ip_network("2000::/3")
+"""All that is given out of IPv6; beyond it lie old site-local addresses (fec0::/10), which Python takes for
+global."""
+
 _METADATA = frozenset(map(ipaddress.ip_address, ("169.254.169.254", "fd00:ec2::254", "100.100.100.200")))
 """Of clouds; all are refused by their networks, too."""
 
@@ -98,6 +102,8 @@ def refusal_of(text: str) -> str:
         return "link-local"
     if address.is_multicast:
         return "multicast"
+    if isinstance(address, ipaddress.IPv6Address) and address not in _PUBLIC:
+        return "private or reserved"
     if address.is_private or address.is_reserved or address.is_unspecified or not address.is_global:
         return "private or reserved"
     return ""

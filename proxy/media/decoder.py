@@ -76,6 +76,16 @@ class Decoder:
             # What is left in the pipes, or asyncio would wait for their end for ever.
             _, words = await child.communicate()
         if not answer.startswith(READY):
+            if (
+                child.returncode is not None and child.returncode < 0
+            ):  # from outside: systems short of memory do
+                raise ApiError(
+                    503,
+                    f"The process that decodes a file was ended by signal {-child.returncode} before it had "
+                    "looked at it; try again.",
+                    code="decoder_killed",
+                    retry_after_s=RETRY_AFTER_S,
+                )
             said = words.decode("utf-8", "replace").strip().splitlines()
             _log.error("no file can be decoded: %s", said[-1] if said else f"status {child.returncode}")
             raise ApiError(500, "No file can be decoded; the server's log says why.", code="decoder_failed")

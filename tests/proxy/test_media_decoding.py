@@ -464,6 +464,13 @@ def test_a_decoder_that_cannot_start_is_no_files_fault(caplog: pytest.LogCapture
     assert caught.value.status == 500 and "no libav" in caplog.text
 
 
+def test_a_decoder_that_is_killed_before_it_looks_is_asked_for_again() -> None:
+    command = (sys.executable, "-I", "-c", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(ApiError, match="signal 9") as caught:
+        run(Task(kind="audio", demuxer="wav"), b"", command=command)
+    assert (caught.value.status, caught.value.retry_after_s > 0) == (503, True)
+
+
 def test_a_client_that_leaves_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[Any] = []
     has_begun = asyncio.Event()

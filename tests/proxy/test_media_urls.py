@@ -36,6 +36,8 @@ HOST = "img.example"
         ("fe80::1%en0", "link-local"),
         ("fd00:ec2::254", "metadata"),
         ("fd12::1", "private"),
+        ("fec0::1", "private"),
+        ("::ffff:0:7f00:1", "private"),  # IPv4-translated
         ("224.0.0.1", "multicast"),
         ("ff02::1", "multicast"),
         ("255.255.255.255", "reserved"),
