@@ -30,6 +30,7 @@ from mlx_mesh.node.engine.inspect import kept_footprint
 from mlx_mesh.node.engine.shard import LoadedShard, load_shard
 from mlx_mesh.node.facts import resolve_model
 from mlx_mesh.node.hub import fetch_for_layers
+from mlx_mesh.node.vision import read_config, why_whole
 
 Say = Callable[[str], None]
 
@@ -38,8 +39,13 @@ def score_answers(
     model: str, adapter: str, task: ReferenceTask, say: Say, vision: VisionMode = VisionMode.AUTO
 ) -> ReferenceScores:
     """Raises MeshError when the model cannot be used or cut."""
-    footprint = kept_footprint(model, adapter, vision)
     folder = resolve_model(model)
+    footprint = kept_footprint(model, adapter, vision)
+    if footprint.media and (why := why_whole(read_config(folder))):
+        raise SettingsError(
+            f"Prompts of this model are read in one piece: {why}. That cannot be recomputed layer by layer. "
+            "Verify it on a leader that holds it whole, without --layer-by-layer."
+        )
     placement = stages_within(footprint, task.memory_bytes)
     num_stages = placement.world_size
     crossing: dict[tuple[int, int], deque[Any]] = {}

@@ -68,3 +68,17 @@ def test_a_mesh_with_an_adapter_is_compared_layer_by_layer(
     assert found["reference"].startswith("local layer by layer")
     for prompt in found["prompts"]:
         assert prompt["differs_at"] == -1 and prompt["largest_gap"] < 1e-4
+
+
+@pytest.mark.two_rank
+@pytest.mark.long
+@pytest.mark.parametrize("words", [("pipeline",), ("tensor", "--layer-by-layer")])
+def test_the_text_of_a_vision_model_is_compared(
+    words: tuple[str, ...], tiny_vlm_folder: Path, tmp_path: Path
+) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_STATE_HOME": str(tmp_path / "state")}
+    found = verify(str(tiny_vlm_folder), "--sharding", *words, environment=environment)
+    assert ("layer by layer" in found["reference"]) is ("--layer-by-layer" in words)
+    assert len(found["prompts"]) == 4
+    for prompt in found["prompts"]:
+        assert prompt["differs_at"] == -1 and prompt["largest_gap"] < 1e-4

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_mesh.mesh.errors import SettingsError
 from mlx_mesh.mesh.footprint import ModelFootprint
 from mlx_mesh.mesh.reference import Answered, ReferenceTask
 from mlx_mesh.node.engine import reference
@@ -68,6 +69,39 @@ def test_every_token_and_logprob_is_the_whole_models(
         assert list(scored.best_ids) == tokens
         assert scored.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert scored.best_logprobs == scored.logprobs
+
+
+@pytest.fixture
+def seeing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `unproven`, of models with towers."""
+
+    def footprint(model: str, *_: object) -> ModelFootprint:
+        return measure(open_lazy(model, with_vision=True), "")
+
+    monkeypatch.setattr(reference, "kept_footprint", footprint)
+
+
+def test_the_text_of_a_model_that_sees_is_recomputed(vlm: ModuleType, tmp_path: Path, seeing: None) -> None:
+    folder = str(vlm.save(tmp_path))
+    tokens, logprobs = greedy(open_lazy(folder, with_vision=True).model, PROMPTS[0], 6)
+    answers = (Answered(prompt_ids=PROMPTS[0], answer_ids=tuple(tokens)),)
+    task = ReferenceTask(answers=answers, memory_bytes=1)
+    found = reference.score_answers(folder, "", task, lambda _: None)
+    assert found.num_parts == vlm.NUM_LAYERS
+    assert list(found.answers[0].best_ids) == tokens
+    assert found.answers[0].logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_what_is_read_in_one_piece_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3n", "vision_config": {}}')
+    footprint = SimpleNamespace(media=("image",))
+    monkeypatch.setattr(reference, "kept_footprint", lambda *_: footprint)
+    monkeypatch.setattr(reference, "load_shard", None)
+    task = ReferenceTask(answers=(), memory_bytes=1)
+    with pytest.raises(SettingsError, match=r"sees later ones.*without --layer-by-layer"):
+        reference.score_answers(str(tmp_path), "", task, lambda _: None)
 
 
 def test_a_wrong_token_is_scored_below_the_right_one(

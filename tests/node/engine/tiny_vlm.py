@@ -494,7 +494,8 @@ def generate(part: Any, prompts: dict[str, tuple[list[int], Any]], num_tokens: i
     names: dict[int, str] = {}
     tokens: dict[str, list[int]] = {name: [] for name in prompts}
     waiting = list(prompts)
-    for step in range(40 * len(prompts)):
+    num_chunks = sum(features.length // 8 for _, features in prompts.values() if features is not None)
+    for step in range(40 * len(prompts) + num_chunks):
         if waiting and step % 3 == 0:
             name = waiting.pop(0)
             ids, features = prompts[name]
