@@ -21,7 +21,7 @@ def test_a_host_is_told_at_its_first_failing_step_and_the_others_in_full(
 ) -> None:
     hostfile = tmp_path / "hosts.yaml"
     hostfile.write_text(
-        f"name: x\nmodel: {tiny_llama}\nhosts:\n"
+        f"name: x\nmodel: {tiny_llama}\nserve: {{port: 0}}\nhosts:\n"
         "  - {name: here, local: true}\n  - {name: gone, ssh: nowhere.invalid}\n"
     )
     assert main(["doctor", str(hostfile), "--json"]) == EXIT_STATUS[Area.REACH]
