@@ -104,6 +104,7 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     tower_bytes: int = 0  # towers and projectors of such models, on rank 0 alone
     alone_reason: str = ""  # why it serves one sequence at a time; '' = many
     whole_reason: str = ""  # why it reads each prompt in one piece; '' = in chunks
+    untried_reason: str = ""  # what to know of a family whose media were never compared; '' = they were
 
     @property
     def weights_bytes(self) -> int:

@@ -240,6 +240,8 @@ def _notes(footprint: ModelFootprint, request: PlacementRequest) -> tuple[str, .
         notes.append(f"Serves one sequence at a time: {footprint.alone_reason}.")
     if footprint.whole_reason:
         notes.append(f"Reads each prompt in one piece: {footprint.whole_reason}.")
+    if footprint.untried_reason:
+        notes.append(f"Untried: {footprint.untried_reason}.")
     if request.context_tokens > request.context_for(footprint):
         notes.append(
             f"The model's own context is {footprint.context_length} tokens, so no more than that is planned."

@@ -62,6 +62,8 @@ class ServedModel:
             self._output.note(f"one sequence at a time: {self.footprint.alone_reason}")
         if self.footprint.whole_reason:
             self._output.note(f"each prompt is read in one piece: {self.footprint.whole_reason}")
+        if self.footprint.untried_reason:
+            self._output.note(f"untried: {self.footprint.untried_reason}")
 
     async def sizes_of(self, folder: Path, *, is_first: bool) -> ModelFootprint:
         """Of any model, with caches as this mesh keeps them; of the first one with its adapter and towers.

@@ -79,6 +79,24 @@ VIDEO = {
 processor or a model that takes videos, and drop them without a word (glm4v, glm4v_moe)."""
 
 
+TRIED = {
+    "aya_vision", "deepseek_vl_v2", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe",
+    "idefics3", "inkling", "internvl", "internvl_chat", "kimi_vl", "lfm2_vl", "llama4", "llava",
+    "llava_next", "llava_onevision", "minicpmo", "minicpmv4_6", "mistral3", "mllama", "molmo",
+    "nemotron_h_nano_omni", "paligemma", "pixtral", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+}  # fmt: skip
+"""mlx-vlm's families of which a small model, with its towers, gave here what it gives there."""
+
+
+def why_untried(config: dict[str, Any]) -> str:
+    """What to know of a family with towers that was never compared; '' = it was."""
+    family = family_of(config)
+    if family in TRIED:
+        return ""
+    return f"what models of type {family} make of media was never compared with mlx-vlm here; compare some answers"
+
+
 def why_alone(config: dict[str, Any]) -> str:
     """Why a vision model serves one sequence at a time; '' when it serves many."""
     family, text = str(config.get("model_type")), _text_type(config)

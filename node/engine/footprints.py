@@ -23,7 +23,7 @@ from mlx_mesh.node.engine.tensor import bytes_of_unit
 from mlx_mesh.node.engine.trace import CacheSize, ModelTrace, TraceError, trace_model
 from mlx_mesh.node.engine.vision_model import tower_arrays
 from mlx_mesh.node.engine.vocabulary import gives_logits, is_looked_up
-from mlx_mesh.node.vision import media_kinds, why_alone, why_whole
+from mlx_mesh.node.vision import media_kinds, why_alone, why_untried, why_whole
 
 _GROWN_TO = (512, 1024)  # tokens; caches grow in steps of 256
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
@@ -124,6 +124,7 @@ def _measure(
         tower_bytes=_tower_bytes(lazy),
         alone_reason="" if lazy.whole is None else why_alone(lazy.config),
         whole_reason="" if lazy.whole is None else why_whole(lazy.config),
+        untried_reason="" if lazy.whole is None else why_untried(lazy.config),
     )
 
 

@@ -35,6 +35,7 @@ from mlx_mesh.node.engine.sounds import (
     longest_sound,
     sampling_rate,
     waveform,
+    with_whole_end,
 )
 from mlx_mesh.node.engine.text_start import nothing_added, without_what_is_added
 from mlx_mesh.node.engine.tower_memo import TowerMemo
@@ -291,9 +292,10 @@ class Pictures:
         sounds = []
         for at, audio in enumerate(media.audios):
             try:
-                sounds.append(waveform(audio, rate, longest))
+                samples = waveform(audio, rate, longest)
             except SoundError as error:
                 raise AudioError(f"It cannot be used: {error}.", f"audios[{at}]") from error
+            sounds.append(with_whole_end(samples, self._whole.config.model_type))
         if len(sounds) > 1 and not getattr(processor, "supports_multiple_audio", False):
             raise AudioError("The model's processor takes one audio and drops the others.", "audios[1]")
         return sounds

@@ -19,6 +19,10 @@ READ_APART = ("gemma4",)
 """Families in which mlx-vlm lays all rows of several sounds end to end, the padding of shorter ones included,
 so that from the second on they are not where their marks are."""
 
+LAST_TOKEN = {"gemma4": (640, 160)}
+"""By family: samples of a token, and of how many at the end mlx-vlm's processor counts a token that its tower
+gives no row for; the model's place for it would be filled with the first row again."""
+
 
 class SoundError(ValueError):
     """Of one audio file; the message says why it cannot be used."""
@@ -68,6 +72,13 @@ def waveform(file: bytes, rate: int, longest: int = 0) -> Any:
             "most, and drops the rest"
         )
     return samples.astype(np.float32) / 32768.0
+
+
+def with_whole_end(samples: Any, family: str) -> Any:
+    """The samples, with silence behind them where the end is too short for the token that stands for it."""
+    per_token, too_short = LAST_TOKEN.get(family, (1, 0))
+    missing = too_short + 1 - len(samples) % per_token
+    return np.pad(samples, (0, missing)) if 0 < missing <= too_short else samples
 
 
 def embed_apart(whole: Any, ids: list[int], runs: Sequence[range], inputs: dict[str, Any]) -> Any:

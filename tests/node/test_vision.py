@@ -166,3 +166,14 @@ def test_frames_are_shown_as_pictures_where_a_prompt_may_have_several() -> None:
     assert taken == ("image",) and "one picture only" in refusals["video"]
     hears = {"model_type": "gemma4_unified", "vision_config": None, "audio_config": {"b": 1}}
     assert vision.media_kinds(hears)[0] == ("audio",)
+
+
+def test_families_that_were_compared_have_a_small_model_and_others_are_said_to_be_untried() -> None:
+    folder = Path(__file__).parent / "engine"
+    names: set[str] = set()
+    for file in ("tiny_vlm_configs.json", "tiny_audio_configs.json"):
+        names |= {name.partition("#")[0] for name in json.loads((folder / file).read_text(encoding="utf-8"))}
+    refused = {family for family, _ in vision.NEVER} | set(vision.NO_AUDIO)
+    assert names - refused == vision.TRIED
+    assert vision.why_untried({"model_type": "qwen2_vl"}) == ""
+    assert "molmo2 make of media was never compared" in vision.why_untried({"model_type": "molmo2"})

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
@@ -176,6 +177,18 @@ def test_a_sound_is_known_by_its_file_and_a_second_question_about_it_costs_no_pa
     assert both == keys(one) + keys(other) and keys(other, one) == keys(other) + keys(one)
     picture = vlm.picture(1)
     assert keys(one, images=(picture,))[-10:] == keys(one)
+
+
+@pytest.mark.parametrize("num_samples", [6400, 6401, 6560, 6561, 7039, 7040])
+def test_each_mark_of_a_sound_has_a_row_of_the_tower(
+    alm: ModuleType, ears: Pictures, num_samples: int
+) -> None:
+    inputs = ears._process(asked(alm, alm.sound(1, num_samples / alm.RATE)))
+    _, is_padding = ears._whole.audio_tower(
+        mx.array(inputs["input_features"]), ~mx.array(inputs["input_features_mask"]).astype(mx.bool_)
+    )
+    marks = np.array(inputs["input_ids"]) == ears._whole.config.audio_token_id
+    assert marks.sum() == (~np.array(is_padding)).sum()
 
 
 def test_two_sounds_whatever_their_lengths_are_where_their_marks_are(alm: ModuleType, ears: Pictures) -> None:
