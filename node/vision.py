@@ -94,7 +94,7 @@ def why_untried(config: dict[str, Any]) -> str:
     family = family_of(config)
     if family in TRIED:
         return ""
-    return f"what models of type {family} make of media was never compared with mlx-vlm here; compare some answers"
+    return f"what {family} models make of media was never compared with mlx-vlm here; look at some answers"
 
 
 def why_alone(config: dict[str, Any]) -> str:

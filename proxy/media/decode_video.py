@@ -147,6 +147,9 @@ def _timeline(container: InputContainer, stream: VideoStream) -> Timeline:
     per_tick = float(stream.time_base) if stream.time_base else 0.0
     ticks.sort()
     is_timed = len(set(ticks)) == num_frames and per_tick > 0
+    if is_timed and (ticks[-1] - ticks[0]) * per_tick * _FPS[0] > num_frames:
+        apart_s = (ticks[-1] - ticks[0]) * per_tick / num_frames
+        raise Undecodable(f"is broken: it says that its frames are {apart_s:.3g} s apart")
     return Timeline(
         num_frames=num_frames,
         ticks=tuple(ticks) if is_timed else (),

@@ -176,4 +176,4 @@ def test_families_that_were_compared_have_a_small_model_and_others_are_said_to_b
     refused = {family for family, _ in vision.NEVER} | set(vision.NO_AUDIO)
     assert names - refused == vision.TRIED
     assert vision.why_untried({"model_type": "qwen2_vl"}) == ""
-    assert "molmo2 make of media was never compared" in vision.why_untried({"model_type": "molmo2"})
+    assert "molmo2 models make of media was never compared" in vision.why_untried({"model_type": "molmo2"})

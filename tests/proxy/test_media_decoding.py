@@ -298,6 +298,13 @@ def test_a_film_that_lacks_a_few_frames_is_cut_off(clips: Any) -> None:
         seen(data[: len(data) * 9 // 10])
 
 
+def test_a_film_whose_frames_claim_to_be_years_apart_is_broken(clips: Any) -> None:
+    data = clips.film("avi", "mpeg4", 12)
+    rate = data.index(b"strh") + 8 + 20  # seconds of a frame, as a fraction
+    with pytest.raises(Undecodable, match="says that its frames are"):
+        seen(data[:rate] + struct.pack("<II", 2**31 - 1, 1) + data[rate + 8 :])
+
+
 def test_a_film_of_frames_that_claims_hours(clips: Any) -> None:
     with pytest.raises(Undecodable, match="is cut off"):
         seen(clips.lasting(clips.film("matroska"), 3 * 3600))
