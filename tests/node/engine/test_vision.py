@@ -29,6 +29,8 @@ than ids; states that every step reads."""
 QUICK_VIDEO = ("qwen3_vl_moe", "both")
 """Patches of both kinds in one pass, positions, features added between layers, and words between frames."""
 BOUND = 1e-5
+ROUNDED = {"qwen3_5_moe": 3e-5}
+"""Whose recurrence rounds more: mlx-vlm's own chunks of a text are 1.3e-5 from its own whole."""
 
 
 def lazy_of(tiny_vlm: ModuleType, family: str, *, is_blind: bool = False) -> tuple[Any, LazyModel]:
@@ -88,7 +90,8 @@ def check_every_split(
     ids, features = tiny_vlm.features_in(whole, family, prompt)
 
     alone = tiny_vlm.forward(lazy.model, ids, features, tiny_vlm.chunks_of(features.length), tokens)
-    assert tiny.gap(alone, expected) <= BOUND
+    bound = ROUNDED.get(family, BOUND)
+    assert tiny.gap(alone, expected) <= bound
 
     proposal = certify(lazy, trace_model(lazy.model)).proposal
     for name, placement in plans(tiny, lazy).items():
@@ -105,7 +108,7 @@ def check_every_split(
             return tiny_vlm.forward(part, ids, features, tiny_vlm.chunks_of(features.length), tokens)
 
         logits = simulator.Simulator(placement.world_size).run(body)[0]
-        assert tiny.gap(logits, expected) <= BOUND, name
+        assert tiny.gap(logits, expected) <= bound, name
         assert [int(mx.argmax(row).item()) for row in logits[:-1]] == tokens, name
 
 
