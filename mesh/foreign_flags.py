@@ -18,8 +18,7 @@ _ON_GROWTH = "KV memory is planned before the start and taken as requests grow."
 _LOADING = "Each rank reads its own layers one by one, lazily."
 
 FOREIGN: dict[str, str] = {
-    "--vision": "What the model takes is read from its own files.",
-    "-V": "What the model takes is read from its own files.",
+    "-V": "A model that can see does so by itself; --vision makes it a condition.",
     "--enable-auto-think-detection": "It is always so: the template says whether it opens the thinking.",
     "--tool-call-parser": _TEMPLATE,
     "--tool-call-parser-config": _TEMPLATE,

@@ -36,7 +36,14 @@ _NEAR = {"audio": "audio", "image": "image"}
 _TAKEN = {"image": "images", "audio": "audio", "video": "videos"}
 
 _OF_WHOLE_PROMPT = ("min_pixels", "max_pixels")
-_NOT_OF_VIDEOS = ("total_pixels", "resized_height", "resized_width", "video_start", "video_end")
+_NAMES = {
+    "image": {"image_url": ("url", "detail"), "detail": ()},
+    "audio": {"input_audio": ("data", "format"), "audio_url": ("url",)},
+    "video": {"video_url": ("url",), "video": ("url",), **dict.fromkeys(FRAME_NAMES, ())},
+}
+"""By kind: what a part may say beside its type, and what is in it."""
+
+_OF_EVERY_PART = ("type", "cache_control", "file_id")
 _TEXT_ONLY = "this model takes text only"
 
 
@@ -60,7 +67,9 @@ class PartReader:
             kind = _KINDS.get(name) if isinstance(name, str) else None
             if kind is not None:
                 self.require(here, kind, name, may_show)
-                parts.append(item_part(_READERS[kind](part, name, here)))
+                item = _READERS[kind](part, name, here)
+                _check_names(part, kind, here)
+                parts.append(item_part(item))
                 continue
             if name not in _TEXTS:
                 raise self.unsupported(here, name)
@@ -188,19 +197,30 @@ def _video(part: dict[str, Any], name: str, param: str) -> Item:
             code="unsupported_media",
         )
     wish = FrameWish.read({key: part[key] for key in FRAME_NAMES if key in part}, param)
-    for key in (*_OF_WHOLE_PROMPT, *_NOT_OF_VIDEOS):
-        if part.get(key) is not None:
-            advice = " It stands beside the messages." if key in _OF_WHOLE_PROMPT else ""
-            raise invalid(
-                f"'{param}.{key}' is not supported here.{advice}",
-                param=f"{param}.{key}",
-                code="unsupported_parameter",
-            )
     url = given.get("url") if isinstance(given, dict) else given
     return Item(_text(url, here, "video"), here, kind="video", wish=wish)
 
 
 _READERS = {"image": _image, "audio": _audio, "video": _video}
+
+
+def _check_names(part: dict[str, Any], kind: str, param: str) -> None:
+    """Nothing that a part says is passed over."""
+    known: dict[str, tuple[str, ...]] = {**dict.fromkeys(_OF_EVERY_PART, ()), **_NAMES[kind]}
+    unknown = [name for name in part if name not in known]
+    for name, inner in known.items():
+        if isinstance(part.get(name), dict) and inner:
+            unknown += [
+                f"{name}.{key}" for key in part[name] if key not in inner and part[name][key] is not None
+            ]
+    for name in unknown:
+        if part.get(name, name) is not None:
+            advice = " It stands beside the messages." if name.rpartition(".")[2] in _OF_WHOLE_PROMPT else ""
+            raise invalid(
+                f"'{param}.{name[:80]}' is not supported here.{advice}",
+                param=f"{param}.{name[:80]}",
+                code="unsupported_parameter",
+            )
 
 
 def _refuse_stored(part: dict[str, Any], param: str, noun: str) -> None:

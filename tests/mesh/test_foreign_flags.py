@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 
 import pytest
 
@@ -50,7 +51,7 @@ KAMIWAZA = [
     "--dflash-block-size",
 ]
 VALUES = {"--port": "0", "--enable-prefix-caching": "false", "--system-cache-max-tokens": "64"}
-SWITCHES = ("--strip-thinking", "--disable-kv-cache")
+SWITCHES = ("--strip-thinking", "--disable-kv-cache", "--vision")
 
 
 @pytest.mark.parametrize("flag", KAMIWAZA)
@@ -73,6 +74,16 @@ def test_the_value_of_a_flag_is_named_apart_from_it_and_words_behind_two_dashes_
         refuse_foreign(["--kv-cache-keep=4"])
     refuse_foreign(["--", "--kv-cache-keep"])
     refuse_foreign(["--distributed"], known=["--distributed"])
+
+
+def test_no_flag_of_ours_is_called_one_of_another_server() -> None:
+    """In a command that has it; `known` of others differs."""
+    for command in ("serve", "up", "plan"):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+            main([command, "--help"])
+        ours = set(re.findall(r"--[a-z][a-z-]+", said.getvalue()))
+        assert ours and not ours & FOREIGN.keys()
 
 
 def test_every_sentence_is_one() -> None:

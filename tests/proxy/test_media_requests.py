@@ -325,6 +325,7 @@ BROKEN = RED[: len(RED) // 2]
         (CHAT, chat(by("data:image/png;base64,!!!")), f"{FIRST}.image_url", "invalid_image"),
         (CHAT, chat(by(5)), f"{FIRST}.image_url", "invalid_image"),
         (CHAT, chat({"type": "image_url"}), f"{FIRST}.image_url", "invalid_image"),
+        (CHAT, chat(image_url(RED, fps="9")), f"{FIRST}.image_url.fps", "unsupported_parameter"),
         (CHAT, chat(image_url(RED, detail="most")), f"{FIRST}.image_url.detail", "invalid_value"),
         (CHAT, chat(by("file:///etc/passwd")), f"{FIRST}.image_url", "image_url_not_allowed"),
         (CHAT, chat(by("/etc/passwd")), f"{FIRST}.image_url", "image_url_not_allowed"),

@@ -295,6 +295,13 @@ def test_what_the_client_says_that_it_is_must_be_so(front: Any, clips: Any) -> N
         ({"type": "video", "video": "data:,x", "fps": True}, ".fps", "invalid_value"),
         ({"type": "video", "video": "data:,x", "video_start": 3}, ".video_start", "unsupported_parameter"),
         ({"type": "video", "video": "data:,x", "max_pixels": 3}, ".max_pixels", "unsupported_parameter"),
+        ({"type": "video", "video": "data:,x", "fpss": 3}, ".fpss", "unsupported_parameter"),
+        ({"type": "audio_url", "audio_url": "data:,x", "rate": 3}, ".rate", "unsupported_parameter"),
+        (
+            {"type": "video_url", "video_url": {"url": "data:,x", "fps": 3}},
+            ".video_url.fps",
+            "unsupported_parameter",
+        ),
         ({"type": "video", "video": "data:,x"}, ".video", "invalid_video"),
         ({"type": "audio", "audio": "x"}, "", "unsupported_media"),
     ],
