@@ -43,7 +43,8 @@ _NAMES = {
 }
 """By kind: what a part may say beside its type, and what is in it."""
 
-_OF_EVERY_PART = ("type", "cache_control", "file_id")
+_OF_EVERY_PART = ("type", "file_id", "cache_control", "prompt_cache_breakpoint")
+"""The last two are hints for caches, and change no answer."""
 _TEXT_ONLY = "this model takes text only"
 
 

@@ -134,7 +134,12 @@ def test_the_engine_gets_the_files_in_order_and_the_prompt_with_its_marks(
         ),
         {"role": "assistant", "content": "Seen."},
         user(
-            {"type": "image_url", "image_url": {"url": url_of(GREEN, "image/webp"), "detail": "high"}},
+            {
+                "type": "image_url",
+                "image_url": {"url": url_of(GREEN, "image/webp"), "detail": "high"},
+                "prompt_cache_breakpoint": {"mode": "explicit"},
+                "cache_control": {"type": "ephemeral"},
+            },
             text("C"),
         ),
     ]
