@@ -34,11 +34,19 @@ def load_vision(folder: Path) -> tuple[Any, dict[str, Any]]:
         ) from error
 
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Where a model says how pictures and sounds become its numbers; one of them is enough."""
+
+
 def load_processor(folder: Path) -> Any:
     """The model's own, from files and without running code of the folder. Raises SettingsError that says what
     is missing."""
     from mlx_vlm import utils
 
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):  # some families then guess
+        raise SettingsError(
+            f"the leader's copy has neither {' nor '.join(PROCESSOR_FILES)}; copy them to {folder}"
+        )
     try:
         utils.get_model_and_args(config=dict(utils.load_config(folder)))  # a family brings its own processor
         with contextlib.redirect_stdout(io.StringIO()):  # some say what they add

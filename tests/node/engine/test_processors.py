@@ -214,6 +214,16 @@ def test_the_document_says_what_was_seen_of_each_family() -> None:
         assert f"| {family} | {counts[0]}, {counts[1]} | {many} | {how} |" in document
 
 
+def test_a_folder_that_says_nothing_of_pictures_is_no_reason_to_guess(
+    tiny_vlm: ModuleType, vlm_folders: ModuleType, tmp_path: Path
+) -> None:
+    folder = vlm_folders.save("kimi_vl", tmp_path, tiny_vlm)
+    load_processor(folder)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(SettingsError, match=r"neither preprocessor_config\.json nor processor_config\.json"):
+        load_processor(folder)
+
+
 def test_no_code_of_a_model_folder_is_run(
     tiny_vlm: ModuleType, vlm_folders: ModuleType, tmp_path: Path
 ) -> None:

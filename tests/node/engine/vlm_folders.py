@@ -412,7 +412,7 @@ def save(family: str, folder: Path, tiny_vlm: ModuleType) -> Path:
         },
     }
     for name, content in files.items():
-        if content:
+        if content or name == "preprocessor_config.json":  # which every checkpoint has
             (folder / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
     tokenizer(kind).save(str(folder / "tokenizer.json"))
     return folder
