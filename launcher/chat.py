@@ -27,6 +27,9 @@ HELP = (
 
 _COMMAND = re.compile(r"/[a-z]+$")
 _FILE = re.compile(r"(?:^|(?<=\s))(image|audio|video):(?:\"([^\"]+)\"|(\S+))")
+_FILE_WORD = re.compile(r"(?:^|(?<=\s))(image|audio|video):(\S*)", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.IGNORECASE)
+_MAX_SHOWN = 200
 _EXAMPLES = {"image": ".png or .jpg", "audio": ".wav or .mp3", "video": ".mp4 or .webm"}
 
 
@@ -108,29 +111,70 @@ class Chat:
 def content_of(question: str) -> str | list[dict[str, Any]]:
     """The question as the API takes it: `image:/path` or `image:"/a path"` anywhere in it, and the same with
     audio and video, becomes the file itself, so that the server needs none. Raises ApiError."""
-    files = [(kind, Path(quoted or plain)) for kind, quoted, plain in _FILE.findall(question)]
+    files = _FILE.findall(question)
+    for kind, rest in _FILE_WORD.findall(_FILE.sub("", question)):
+        if _looks_like_file(rest):
+            raise BadQuestion(
+                f"{kind}:{rest[:_MAX_SHOWN]} would be sent as text: write {kind.lower()}: in lower case to "
+                "send that file."
+            )
     if not files:
         return question
-    parts = [_part(kind, path) for kind, path in files]
+    parts = [_part(kind, quoted, plain) for kind, quoted, plain in files]
     text = " ".join(_FILE.sub("", question).split())
     return [*parts, {"type": "text", "text": text}] if text else parts
 
 
-def _part(kind: str, path: Path) -> dict[str, Any]:
+def file_note(question: str) -> str:
+    """'' or that something in it may be meant as a file, and goes as text."""
+    words = [
+        f"{kind}:{rest}"[:_MAX_SHOWN]
+        for kind, rest in _FILE_WORD.findall(_FILE.sub("", question))
+        if not _looks_like_file(rest)  # then it is refused
+    ]
+    if not words:
+        return ""
+    kind = words[0].partition(":")[0].lower()
+    return (
+        f"{words[0]!r} is sent as text, and no file with it. A file is sent by {kind}:/path, in lower case "
+        "and without a space behind the colon."
+    )
+
+
+def _looks_like_file(rest: str) -> bool:
+    """Of what stands behind `Image:`: texts have such words, too."""
+    media_type = mimetypes.guess_type(rest)[0] or ""
+    return rest.startswith(("/", "~", "./", '"')) or media_type.startswith(("image/", "audio/", "video/"))
+
+
+def _part(kind: str, quoted: str, plain: str) -> dict[str, Any]:
     """Audio as vLLM's part: OpenAI's wants its format by a name of its own."""
+    if _URL.match(quoted or plain):
+        raise BadQuestion(
+            f"{kind}:{(quoted or plain)[:_MAX_SHOWN]} is a URL; the chat sends files of this machine only, "
+            f"like {kind}:/path. Give URLs to the API itself, as {kind}_url in a request to {PATH}."
+        )
+    url = _data_url(kind, Path(quoted or plain), "" if quoted else _hint(kind, plain))
     name = f"{kind}_url"
-    return {"type": name, name: {"url": _data_url(kind, path)}}
+    return {"type": name, name: {"url": url}}
 
 
-def _data_url(kind: str, path: Path) -> str:
-    """Sound often comes in files that are called video."""
+def _hint(kind: str, plain: str) -> str:
+    """What is to be done when the path is not the one that was meant."""
+    meant = plain.strip('"').rstrip(",;:.?!)")
+    example = meant if meant != plain and meant else f"/tmp/my file{_EXAMPLES[kind].split()[0]}"
+    return f' The path goes on to the next white space; with quotes it ends at them: {kind}:"{example}"'
+
+
+def _data_url(kind: str, path: Path, hint: str) -> str:
+    """Sound often comes in files that are called video. `hint`: said when there is no such file."""
     media_type = mimetypes.guess_type(path.name)[0] or ""
     if not media_type.startswith(("audio/", "video/") if kind != "image" else "image/"):
-        raise BadQuestion(f"{path} is no {kind} by its name; give a {_EXAMPLES[kind]}, for example.")
+        raise BadQuestion(f"{path} is no {kind} by its name; give a {_EXAMPLES[kind]}, for example.{hint}")
     try:
         data = path.expanduser().read_bytes()
     except OSError as error:
-        raise BadQuestion(f"{path} cannot be read ({error.strerror}).") from error
+        raise BadQuestion(f"{path} cannot be read ({error.strerror}).{hint}") from error
     if len(data) > MAX_FILE_BYTES:
         raise BadQuestion(f"{path} has {len(data)} bytes; at most {MAX_FILE_BYTES} are sent.")
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
@@ -154,8 +198,10 @@ def piped_question(source: TextIO) -> str:
     return piped.strip()
 
 
-def ask_once(chat: Chat, prompt: str, out: TextIO) -> None:
-    """Print one answer as it comes. Raises ApiError."""
+def ask_once(chat: Chat, prompt: str, out: TextIO, notes: TextIO | None = None) -> None:
+    """Print one answer as it comes; what there is to say of the prompt goes to `notes`. Raises ApiError."""
+    if notes is not None and (note := file_note(prompt)):
+        _write(notes, f"{note}\n")
     for piece in chat.ask(prompt):
         _write(out, piece)
     _write(out, "\n")
@@ -182,6 +228,8 @@ def converse(chat: Chat, out: TextIO) -> None:
 
 
 def _answer(chat: Chat, question: str, out: TextIO) -> None:
+    if note := file_note(question):
+        _write(out, f"[{note}]\n")
     try:
         ask_once(chat, question, out)
         _write(out, f"[{chat.speed}]\n")

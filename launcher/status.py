@@ -13,6 +13,7 @@ KEPT_PLAN = (
     "the mesh does not go on with fewer hosts, but waits for one that is lost; `mlx-mesh sync --full` before "
     "`up` lifts that"
 )
+_MEDIA = {"image": "images", "audio": "audio", "video": "video"}
 LINK_HEADERS = ("link", "to", "at", "interface", "round trip", "bandwidth")
 
 
@@ -29,6 +30,7 @@ def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[st
     lines = [
         f"{status.get('name', '?')}: {ready}",
         f"  model {model}",
+        *_media_lines(status.get("media") or {}),
         f"  {size}, sharding {status.get('sharding', '?')}, "
         f"backend {backend}{why}{'' if replicas else f', epoch {epoch}{cause}'}",
         f"  requests: {status.get('num_running', 0)} running, {status.get('num_waiting', 0)} waiting",
@@ -51,6 +53,24 @@ def status_lines(status: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[st
     if others:
         lines += ["", *(f"{host['host']}: {host['state']}: {host.get('detail', '')}" for host in others)]
     return lines
+
+
+def _media_lines(media: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the model takes beside text, and why not, a reason once. None before that is known."""
+    if not media:
+        return []
+    taken = [name for kind, name in _MEDIA.items() if media.get(kind, {}).get("available")]
+    refused: dict[str, list[str]] = {}
+    for kind, name in _MEDIA.items():
+        if name not in taken:
+            refused.setdefault(str(media.get(kind, {}).get("reason") or "no reason given"), []).append(name)
+    said = [f"takes {', '.join(taken) or 'text only'}"]
+    for why, names in refused.items():
+        if not why.endswith(" only"):  # that it takes the others only is said already
+            said.append(f"no {', '.join(names)}: {why}")
+        elif taken:
+            said.append(f"no {', '.join(names)}")
+    return [f"  {'; '.join(said)}"]
 
 
 def _replica_line(replica: Mapping[str, Any]) -> str:

@@ -210,7 +210,7 @@ def choose_vision(folder: Path, mode: VisionMode, *, has_adapter: bool = False) 
             raise SettingsError(f"{folder} has no vision tower (no vision_config). Leave --vision out.")
         return False, ""
     if mode is VisionMode.OFF:
-        return False, "--no-vision was given"
+        return False, "the server was started with --no-vision"
     why = why_no_vision(config)
     if not why and has_adapter:
         why = "an adapter was given, and adapters are of text models"

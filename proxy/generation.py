@@ -13,7 +13,7 @@ from mlx_mesh.mesh.messages import GenerateRequest
 from mlx_mesh.node.client import CoordinatorClient, GenerationFailed
 from mlx_mesh.proxy.assembler import Assembler, NewSequence
 from mlx_mesh.proxy.detokenizer import Decoder
-from mlx_mesh.proxy.media.item import NOUNS, blamed
+from mlx_mesh.proxy.media.item import NOUNS, blamed, told
 from mlx_mesh.proxy.open_answers import CancelledByRequest
 from mlx_mesh.proxy.pieces import EndPiece, Piece
 
@@ -46,7 +46,12 @@ class Generation:
                 request = await self._follow(index, request, sequence, assembler)
         except GenerationFailed as error:
             if error.code in _OF_MEDIA:
-                error.param = blamed(error.param, sequence.media_params)
+                error = GenerationFailed(
+                    told(str(error), error.param, sequence.media_params),
+                    code=error.code,
+                    retry_after_s=error.retry_after_s,
+                    param=blamed(error.param, sequence.media_params),
+                )
             self._pieces.put_nowait(error)
         except Exception as error:  # handed to whoever waits in `next`
             self._pieces.put_nowait(error)

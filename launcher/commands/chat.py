@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     with chosen_api(arguments) as api:
         chat = Chat(api, settings)
         if arguments.prompt is not None:  # standard input is left alone: it may never end
-            ask_once(chat, arguments.prompt, sys.stdout)
+            ask_once(chat, arguments.prompt, sys.stdout, sys.stderr)
         elif not sys.stdin.isatty():
-            ask_once(chat, piped_question(sys.stdin), sys.stdout)
+            ask_once(chat, piped_question(sys.stdin), sys.stdout, sys.stderr)
         else:
             print(f"{api.url}: {HELP}")
             converse(chat, sys.stdout)

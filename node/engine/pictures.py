@@ -264,19 +264,23 @@ class Pictures:
             try:
                 images.append(opened(image, bounds.opened, bounds.edge))
             except Exception as error:  # Pillow's readers raise whatever a stranger's file makes them raise
-                raise PictureError(f"It cannot be read: {_first_line(error)}", f"images[{at}]") from error
+                raise PictureError(
+                    f"images[{at}] cannot be read: {_first_line(error)}", f"images[{at}]"
+                ) from error
         videos, most = [], most_frames(processor)
         for at, video in enumerate(media.videos):
             if most and len(video.frames) > most:
                 raise VideoError(
-                    f"It is {len(video.frames)} frames; the model's processor takes {most} of a video and "
-                    "leaves the others out. Ask for fewer (max_frames, fps).",
+                    f"videos[{at}] is {len(video.frames)} frames; the model's processor takes {most} of a "
+                    "video and leaves the others out. Ask for fewer (max_frames, fps).",
                     f"videos[{at}]",
                 )
             try:
                 videos.append(frames_of(video, media.max_pixels))
             except Exception as error:
-                raise VideoError(f"It cannot be read: {_first_line(error)}", f"videos[{at}]") from error
+                raise VideoError(
+                    f"videos[{at}] cannot be read: {_first_line(error)}", f"videos[{at}]"
+                ) from error
         kinds = {
             "images": images,
             "audio": self._sounds(media, processor),
@@ -294,7 +298,7 @@ class Pictures:
             try:
                 samples = waveform(audio, rate, longest)
             except SoundError as error:
-                raise AudioError(f"It cannot be used: {error}.", f"audios[{at}]") from error
+                raise AudioError(f"audios[{at}] cannot be used: {error}.", f"audios[{at}]") from error
             sounds.append(with_whole_end(samples, self._whole.config.model_type))
         if len(sounds) > 1 and not getattr(processor, "supports_multiple_audio", False):
             raise AudioError("The model's processor takes one audio and drops the others.", "audios[1]")

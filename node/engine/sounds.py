@@ -68,8 +68,8 @@ def waveform(file: bytes, rate: int, longest: int = 0) -> Any:
         raise SoundError("it is empty")
     if longest and samples.size > longest:
         raise SoundError(
-            f"it lasts {samples.size / rate:.1f} s; the model's processor takes {longest / rate:.1f} s at "
-            "most, and drops the rest"
+            f"it lasts {samples.size / rate:.1f} s, and the model's processor takes {longest / rate:.1f} s "
+            "at most; it is refused because the processor would drop the rest. Send a shorter part of it"
         )
     return samples.astype(np.float32) / 32768.0
 

@@ -52,10 +52,12 @@ class Target:
         return self.host if self.port == _PORTS[self.scheme] else f"{self.host}:{self.port}"
 
 
-def read_url(url: str, allowed: frozenset[str]) -> Target:
-    """A URL whose host is on the list. Raises UrlRefused."""
+def read_url(url: str, allowed: frozenset[str], inline: str = "data URLs") -> Target:
+    """A URL whose host is on the list. `inline`: as what files are sent without one. Raises UrlRefused."""
     if len(url) > MAX_URL_CHARS:
-        raise UrlRefused(f"has {len(url)} characters; a URL may have {MAX_URL_CHARS}")
+        raise UrlRefused(
+            f"has {len(url)} characters; a URL may have {MAX_URL_CHARS}, and files come as {inline}"
+        )
     if not url.isascii() or any(char <= " " or char in "\\\x7f" for char in url):
         raise UrlRefused("has characters that stand in no URL; encode them with %")
     try:
@@ -66,7 +68,7 @@ def read_url(url: str, allowed: frozenset[str]) -> Target:
     if parts.scheme not in _PORTS:
         scheme = f"the scheme {parts.scheme[:20]!r}" if parts.scheme else "no scheme"
         raise UrlRefused(
-            f"has {scheme}; files come as data URLs, and from http and https where that is allowed. "
+            f"has {scheme}; files come as {inline}, and from http and https where that is allowed. "
             "Files and paths of the server are never read"
         )
     if parts.username is not None or parts.password is not None:
@@ -75,7 +77,7 @@ def read_url(url: str, allowed: frozenset[str]) -> Target:
         raise UrlRefused("names no host")
     if not allowed:
         raise UrlRefused(
-            "is not fetched: this server takes files as data URLs only. Its operator can allow hosts with "
+            f"is not fetched: this server takes files as {inline} only. Its operator can allow hosts with "
             "--allowed-media-domains"
         )
     if host not in allowed:

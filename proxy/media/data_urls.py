@@ -6,12 +6,11 @@ import base64
 import binascii
 import re
 
-from mlx_mesh.proxy.media.item import Item, broken
+from mlx_mesh.proxy.media.item import Item, broken, like
 from mlx_mesh.proxy.media.limits import MAX_FILE_BYTES
 
 _HEAD = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?", re.ASCII)
 _MAX_HEAD_CHARS = 200
-_LIKE = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}
 
 
 def is_data_url(url: str) -> bool:
@@ -23,7 +22,7 @@ def read_data_url(item: Item) -> bytes:
     comma = item.source.find(",", 0, _MAX_HEAD_CHARS)
     head = _HEAD.fullmatch("data:" + item.source[5 : max(comma, 5)]) if comma >= 0 else None
     if head is None:
-        raise broken(item, f"is no data URL: data:{_LIKE[item.kind]};base64, and the data are expected.")
+        raise broken(item, f"is no data URL: {like(item.kind)} is expected.")
     if head[3] is None:
         raise broken(item, "is a data URL that is not base64; only base64 is taken.")
     item.media_type = (head[1] or "").lower()

@@ -34,7 +34,9 @@ def decode_audio(task: Task, data: bytes) -> Outcome:
         pcm = _decoded(container, stream, task)
         seconds = len(pcm) / _SAMPLE_BYTES / task.rate
         if not pcm:
-            raise Undecodable("is empty: there is not one sample")
+            raise Undecodable(
+                f"is empty: not one sample of it is left at {task.rate} Hz, which the model takes"
+            )
         _check_end(container, stream, task, data, seconds)
     return Outcome(wav=wav_of(bytes(pcm), task.rate), seconds=seconds)
 

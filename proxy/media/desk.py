@@ -207,7 +207,7 @@ class MediaDesk:
             nonlocal total
             async with places:
                 try:
-                    file = await self.fetcher.fetch(item.source, item.kind)
+                    file = await self.fetcher.fetch(item.source, item.kind, item.inline)
                 except UrlRefused as error:
                     raise broken(item, f"{error}.", code="url_not_allowed") from error
                 except FileTooLarge as error:

@@ -60,20 +60,21 @@ class Fetcher:
     connect: Connect = connect
     deadline_s: float = FETCH_DEADLINE_S
 
-    async def fetch(self, url: str, kind: str = "image") -> bytes:
-        """The file, of which `kind` it should be. Raises UrlRefused, without asking anyone, and
-        FetchFailed."""
+    async def fetch(self, url: str, kind: str = "image", inline: str = "data URLs") -> bytes:
+        """The file, of which `kind` it should be. `inline`: as what it could be sent, for errors. Raises
+        UrlRefused, without asking anyone, and FetchFailed."""
         try:
             async with asyncio.timeout(self.deadline_s):
                 for _ in range(MAX_REDIRECTS + 1):
-                    target = read_url(url, self.allowed)
+                    target = read_url(url, self.allowed, inline)
                     answer = await self._ask(target, kind)
                     if isinstance(answer, bytes):
                         return answer
                     url = _joined(url, answer.location)
         except TimeoutError as error:
             raise FetchFailed(
-                f"was not read within {self.deadline_s:g} s (FETCH_DEADLINE_S); send it as a data URL"
+                f"was not read within {self.deadline_s:g} s (FETCH_DEADLINE_S); it can also be sent "
+                f"with the request: files are taken as {inline}"
             ) from error
         raise FetchFailed(f"was redirected more than {MAX_REDIRECTS} times")
 

@@ -13,6 +13,7 @@ from mlx_mesh.proxy.media.frame_wish import NO_WISH, FrameWish
 NOUNS = {"image": "picture", "audio": "audio", "video": "video"}
 """By kind, for messages."""
 
+_LIKE = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}
 _INDEX = re.compile(r"(image|audio|video)s\[(\d+)\]")
 
 
@@ -20,12 +21,14 @@ class Item:
     """Stands in a turn's content as `{"type": kind, "item": ...}`. `source` is an http(s) or data URL, or
     bare base64 when `is_url` is false; it is given up once the file is read. `param` names the request's
     part, for errors. `media_type` is what the client says that it is, '' = nothing; `format` the same in
-    OpenAI's word. What the engine gets is in `file`, or in `video`."""
+    OpenAI's word. `inline`: how the dialect takes files inside a request, where that is not a data URL, for
+    errors. What the engine gets is in `file`, or in `video`."""
 
     __slots__ = (
         "detail",
         "file",
         "format",
+        "inline",
         "is_url",
         "kind",
         "media_type",
@@ -47,6 +50,7 @@ class Item:
         media_type: str = "",
         detail: str = "auto",
         format: str = "",
+        inline: str = "",
         wish: FrameWish = NO_WISH,
     ) -> None:
         self.source = source
@@ -56,6 +60,7 @@ class Item:
         self.media_type = media_type
         self.detail = detail
         self.format = format
+        self.inline = inline or f"data URLs ({like(kind)})"
         self.wish = wish
         self.file = b""
         self.video: Video | None = None
@@ -74,6 +79,11 @@ class Item:
     def __repr__(self) -> str:
         """Never the data: this may reach a log."""
         return f"Item({self.kind}, {self.param}, {self.num_bytes} bytes)"
+
+
+def like(kind: str) -> str:
+    """A data URL of this kind, for messages."""
+    return f"data:{_LIKE[kind]};base64,…"
 
 
 def items_of(turns: Iterable[dict[str, Any]]) -> list[Item]:
@@ -150,3 +160,13 @@ def blamed(param: str, params: Params) -> str:
         return of_its_kind[index] if index < len(of_its_kind) else ""
     all_of_them = [one for some in params.values() for one in some]
     return all_of_them[0] if len(all_of_them) == 1 else ""
+
+
+def told(message: str, param: str, params: Params) -> str:
+    """What the engine says of an item, which it names like `images[2]`, with the request's part instead."""
+    named = blamed(param, params)
+    return (
+        f"'{named}'{message.removeprefix(param)}"
+        if named and param and message.startswith(param)
+        else message
+    )

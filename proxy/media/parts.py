@@ -10,7 +10,7 @@ from mlx_mesh.proxy.errors import ApiError, invalid
 from mlx_mesh.proxy.media.containers import CONTAINERS
 from mlx_mesh.proxy.media.data_urls import is_data_url
 from mlx_mesh.proxy.media.frame_wish import FRAME_NAMES, FrameWish
-from mlx_mesh.proxy.media.item import NOUNS, Item, item_part, joined, text_part
+from mlx_mesh.proxy.media.item import NOUNS, Item, item_part, joined, like, text_part
 
 Content = str | list[dict[str, Any]]
 """Of a turn: text, or texts and items in order."""
@@ -95,7 +95,8 @@ class PartReader:
                 data = _text(source.get("data"), f"{here}.data", "image")
                 return Item(data, here, is_url=False, media_type=media_type.lower())
             case "url":
-                return Item(_text(source.get("url"), f"{here}.url", "image"), here)
+                url = _text(source.get("url"), f"{here}.url", "image", is_url=True)
+                return Item(url, here, inline='sources of type "base64"')
         raise invalid(
             f"Invalid '{here}.type': base64 or url; no files are stored here.", param=f"{here}.type"
         )
@@ -152,12 +153,11 @@ def _image(part: dict[str, Any], name: str, param: str) -> Item:
         _refuse_stored(part, param, "picture")
     if isinstance(given, dict):
         detail = given.get("detail", detail)
-        given = given.get("url")
     if detail is None:
         detail = "auto"
     if detail not in DETAILS:
         raise invalid(f"Invalid '{here}.detail': {', '.join(DETAILS)}.", param=f"{here}.detail")
-    return Item(_text(given, here, "image"), here, detail=detail)
+    return Item(_url(part, "image_url", here, "image"), here, detail=detail)
 
 
 def _audio(part: dict[str, Any], name: str, param: str) -> Item:
@@ -166,9 +166,7 @@ def _audio(part: dict[str, Any], name: str, param: str) -> Item:
     here = f"{param}.{name}"
     given = part.get(name)
     if name == "audio_url":
-        return Item(
-            _text(given.get("url") if isinstance(given, dict) else given, here, "audio"), here, kind="audio"
-        )
+        return Item(_url(part, name, here, "audio"), here, kind="audio")
     if not isinstance(given, dict):
         _refuse_stored(part, param, "audio")
         raise invalid(f"Invalid '{here}': an object with data and format.", param=here, code="invalid_audio")
@@ -198,8 +196,7 @@ def _video(part: dict[str, Any], name: str, param: str) -> Item:
             code="unsupported_media",
         )
     wish = FrameWish.read({key: part[key] for key in FRAME_NAMES if key in part}, param)
-    url = given.get("url") if isinstance(given, dict) else given
-    return Item(_text(url, here, "video"), here, kind="video", wish=wish)
+    return Item(_url(part, field, here, "video"), here, kind="video", wish=wish)
 
 
 _READERS = {"image": _image, "audio": _audio, "video": _video}
@@ -233,11 +230,24 @@ def _refuse_stored(part: dict[str, Any], param: str, noun: str) -> None:
         )
 
 
-def _text(value: Any, param: str, kind: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise invalid(
-            f"Invalid '{param}': the {NOUNS[kind]} is missing; it must be a text.",
-            param=param,
-            code=f"invalid_{kind}",
-        )
-    return value
+def _url(part: dict[str, Any], field: str, param: str, kind: str) -> str:
+    """Of a part's field, which `param` names: a URL, or `{url}`."""
+    given = part.get(field)
+    if isinstance(given, dict):
+        return _text(given.get("url"), param, kind, is_url=True, inner="url")
+    is_object = given is None and part.get("type") == field  # OpenAI's form of such a part
+    return _text(given, param, kind, is_url=True, inner="url" if is_object else "")
+
+
+def _text(value: Any, param: str, kind: str, *, is_url: bool = False, inner: str = "") -> str:
+    """`inner`: the field of `param` that it is; '' = that is the text itself."""
+    if isinstance(value, str) and value:
+        return value
+    what = f"its field '{inner}'" if inner else "it"
+    seen = "is missing" if value is None else "is empty" if value == "" else "is no text"
+    form = f"a URL, like {like(kind)}" if is_url else "a text of base64"
+    raise invalid(
+        f"Invalid '{param}': {what} {seen}; the {NOUNS[kind]} stands there as {form}.",
+        param=param,
+        code=f"invalid_{kind}",
+    )

@@ -13,6 +13,7 @@ from mlx_mesh.mesh.discovery import MAX_SCAN_S, MIN_SCAN_S, SCAN_S
 from mlx_mesh.mesh.messages import MeshStatus, ScanReply
 from mlx_mesh.proxy.bodies import read_json_object
 from mlx_mesh.proxy.errors import RETRY_AFTER_S, ApiError, invalid, json_response
+from mlx_mesh.proxy.media.item import NOUNS
 from mlx_mesh.proxy.routes.common import services_of
 
 router = APIRouter()
@@ -23,8 +24,15 @@ _STATUS_OF_REFUSAL = {"host_not_found": 404, "not_ready": 503}
 
 @router.get("/v1/cluster/status")
 async def cluster_status(request: Request) -> Response:
-    """One object about the whole mesh; also at world size 1."""
-    return json_response(status_body(await services_of(request).client.status()))
+    """One object about the whole mesh; also at world size 1. `media`: what prompts may hold beside text, once
+    it is known, and why not."""
+    services = services_of(request)
+    body = status_body(await services.client.status())
+    readiness = services.client.readiness
+    if readiness.media or readiness.media_refusals or readiness.ready:  # before that, it would say text only
+        refusals = {kind: services.media.refusal(kind) for kind in NOUNS}
+        body["media"] = {kind: {"available": not why, "reason": why} for kind, why in refusals.items()}
+    return json_response(body)
 
 
 @router.get("/v1/cluster/nodes")

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from mlx_mesh.launcher import chat as chat_module
-from mlx_mesh.launcher.api import Api, ApiError
+from mlx_mesh.launcher.api import Api, ApiError, BadQuestion
 from mlx_mesh.launcher.chat import (
     MAX_PIPED_CHARS,
     Chat,
@@ -26,6 +26,7 @@ from mlx_mesh.launcher.chat import (
     ask_once,
     content_of,
     converse,
+    file_note,
     piped_question,
 )
 
@@ -116,6 +117,38 @@ def test_an_image_is_sent_itself_and_not_its_path(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ApiError, match="no image by its name"):
         content_of(f"image:{tmp_path}/notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("question", "why"),
+    [
+        ("Image:/tmp/a.png ?", "Image:/tmp/a.png would be sent as text: write image: in lower case"),
+        ("what is VIDEO:a.mp4", "VIDEO:a.mp4 would be sent as text: write video:"),
+        ("image:https://example.org/a.png", r"image:https://example.org/a.png is a URL; .* files .* API"),
+        ("image:/tmp/a.png, what", r'/tmp/a.png, is no image .* white space; .*: image:"/tmp/a.png"$'),
+        ("image:/tmp/my pic.png", r'/tmp/my is no image .* white space; .*: image:"/tmp/my file.png"$'),
+        (
+            "audio:/no/such.wav ?",
+            r'cannot be read \(No such file.* white space; .*: audio:"/tmp/my file.wav"$',
+        ),
+        ('image:"/no/such.png" ?', r"cannot be read \(No such file or directory\)\.$"),
+    ],
+)
+def test_what_is_no_file_that_can_be_sent_is_told_how_to_be_one(question: str, why: str) -> None:
+    with pytest.raises(BadQuestion, match=why):
+        content_of(question)
+
+
+@pytest.mark.parametrize("question", ["image: ?", "image: /tmp/a.png", "see\nVideo:", "Audio:loud"])
+def test_words_like_those_of_files_go_as_text_with_a_note(
+    question: str, api: ScriptedApi, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, notes = io.StringIO(), io.StringIO()
+    ask_once(chat, question, out, notes)
+    assert "is sent as text, and no file with it" in notes.getvalue() and "sent" not in out.getvalue()
+    assert api.bodies[0]["messages"][1]["content"] == question
+    assert "is sent as text, and no file with it" in typed(monkeypatch, chat, question)
+    assert not file_note("an image, as in imago:x or (image:y)")
 
 
 def test_audio_and_video_are_sent_like_images(tmp_path: Path) -> None:

@@ -103,6 +103,28 @@ def test_the_status_of_a_mesh_that_is_not_ready_gives_the_reason_and_both_rank_n
     assert "0 (RANK 1)" in lines[-1] and "mac2 *" in lines[-1] and "0.5 s" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("reasons", "line"),
+    [
+        (("", "", "no tower"), "takes images, audio; no video: no tower"),
+        (("", "deaf", "deaf"), "takes images; no audio, video: deaf"),
+        (("", "it takes text and images only", "old"), "takes images; no audio; no video: old"),
+        (("", "", ""), "takes images, audio, video"),
+        (("this model takes text only",) * 3, "takes text only"),
+        (
+            ("started with --no-vision",) * 3,
+            "takes text only; no images, audio, video: started with --no-vision",
+        ),
+    ],
+)
+def test_the_status_tells_what_the_model_takes_beside_text(reasons: tuple[str, ...], line: str) -> None:
+    kinds = zip(("image", "audio", "video"), reasons, strict=True)
+    media = {kind: {"available": not why, "reason": why} for kind, why in kinds}
+    lines = status_lines({"model": "m", "ready": True, "media": media}, {})
+    assert lines[1:3] == ["  model m", f"  {line}"]
+    assert not any("takes" in line for line in status_lines({"model": "m"}, {}))  # not known yet
+
+
 def test_the_status_tells_that_a_mesh_with_parts_keeps_its_plan() -> None:
     hosts = [
         {"host": "mac1", "state": "serving"},

@@ -28,7 +28,7 @@ def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
     [
         (SEEING, VisionMode.AUTO, (True, "")),
         (SEEING, VisionMode.ON, (True, "")),
-        (SEEING, VisionMode.OFF, (False, "--no-vision was given")),
+        (SEEING, VisionMode.OFF, (False, "the server was started with --no-vision")),
         ({"model_type": "llama"}, VisionMode.AUTO, (False, "")),
         ({"model_type": "qwen3_5", "vision_config": None}, VisionMode.AUTO, (False, "")),
         (SEEING | {"model_type": "llava_qwen2"}, VisionMode.AUTO, (True, "")),  # fastvlm, by its other name

@@ -172,6 +172,11 @@ def test_a_file_without_a_sample_is_empty(clips: Any) -> None:
         heard(clips.wav(0.0))
 
 
+def test_a_file_with_too_few_samples_for_the_models_rate_is_told_so(clips: Any) -> None:
+    with pytest.raises(Undecodable, match="not one sample of it is left at 1000 Hz"):
+        heard(clips.wav(3 / 48000, rate=48000), rate=1000)
+
+
 # ---------------------------------------------------------------- videos
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mesh.proxy.errors import ApiError
+from mlx_mesh.proxy.media.addresses import UrlRefused, read_url
 from mlx_mesh.proxy.media.item import Item, blamed, item_part, items_of, joined, text_part
 from mlx_mesh.proxy.media.parts import PartReader
 
@@ -29,6 +30,43 @@ KINDS = st.sampled_from(["image_url", "input_image", "text", "image", "base64", 
 PARTS = st.dictionaries(
     st.sampled_from(["image_url", "detail", "text", "file_id", "source"]), JSON, max_size=4
 )
+
+
+URL = "a URL, like data:image/png;base64,…."
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (
+            {"type": "image_url"},
+            f"'p[0].image_url': its field 'url' is missing; the picture stands there as {URL}",
+        ),
+        ({"type": "image_url", "image_url": {"uri": "x"}}, "'p[0].image_url': its field 'url' is missing;"),
+        ({"type": "image_url", "image_url": {"url": ""}}, "'p[0].image_url': its field 'url' is empty;"),
+        ({"type": "image_url", "image_url": {"url": 5}}, "'p[0].image_url': its field 'url' is no text;"),
+        ({"type": "image_url", "image_url": ""}, "'p[0].image_url': it is empty;"),
+        ({"type": "input_image"}, f"'p[0].image_url': it is missing; the picture stands there as {URL}"),
+        (
+            {"type": "audio_url"},
+            "'p[0].audio_url': its field 'url' is missing; the audio stands there as a URL",
+        ),
+        ({"type": "video"}, "'p[0].video': its field 'url' is missing;"),
+        ({"type": "input_audio", "input_audio": {}}, "'p[0].input_audio.data': it is missing;"),
+    ],
+)
+def test_what_is_missing_is_named(part: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        READER.openai([part], "p")
+    assert words in str(caught.value)
+
+
+def test_an_anthropic_url_is_told_of_the_sources_of_that_dialect() -> None:
+    item = READER.anthropic_image(
+        {"type": "image", "source": {"type": "url", "url": "https://a.example/x"}}, "p"
+    )
+    with pytest.raises(UrlRefused, match='takes files as sources of type "base64" only'):
+        read_url(item.source, frozenset(), item.inline)
 
 
 @given(PARTS, KINDS)

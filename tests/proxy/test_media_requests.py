@@ -491,7 +491,7 @@ def test_pictures_by_url_from_an_allowed_host(
     start_front: Any, saying: Any, ids_of: IdsOf, seer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = Hosts()
-    monkeypatch.setattr(Fetcher, "fetch", lambda self, url, kind: hosts.fetch(url))
+    monkeypatch.setattr(Fetcher, "fetch", lambda self, url, kind, inline: hosts.fetch(url))
     front = start_front(
         saying(ids_of("ok")), model=seer, coordinator=SEES, allowed_media_domains=("img.example",)
     )

@@ -207,7 +207,7 @@ def test_text_that_looks_like_one_is_none(front: Any, clips: Any, omni: ModelTok
 def test_by_url_from_an_allowed_host(front: Any, clips: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    async def fetch(self: Fetcher, url: str, kind: str) -> bytes:
+    async def fetch(self: Fetcher, url: str, kind: str, inline: str) -> bytes:
         asked.append((url, kind))
         return bytes(clips.film()) if kind == "video" else b"<html>"
 
@@ -404,13 +404,14 @@ def test_what_the_engine_refuses_is_a_400_naming_the_part(
     start_front: Any, omni: ModelTokenizer, clips: Any, here: None, code: str, param: str, named: str | None
 ) -> None:
     async def refuse(request: GenerateRequest) -> AsyncIterator[TokenChunk | Failed]:
-        yield Failed(id="", code=code, message="it is not to be used", param=param)
+        yield Failed(id="", code=code, message=f"{param} is not to be used", param=param)
 
     front = start_front(refuse, model=omni, coordinator=ALL)
     sound = audio(clips.wav(0.25))
     response = front.post(CHAT, chat(sound, video(clips.film()), sound))
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, code, named)
+    assert error["message"] == (f"'{named}' is not to be used" if named else " is not to be used")
 
 
 # ---------------------------------------------------------------- what is said about it

@@ -12,6 +12,7 @@ import pytest
 from mlx_mesh.proxy.media import limits
 from mlx_mesh.proxy.media.addresses import UrlRefused, read_url, refusal_of
 from mlx_mesh.proxy.media.fetch import Fetcher, FetchFailed, FileTooLarge
+from mlx_mesh.proxy.media.item import Item
 
 PUBLIC = "93.184.216.34"
 HOST = "img.example"
@@ -94,6 +95,12 @@ def test_addresses_of_the_public_internet_are(address: str) -> None:
 def test_urls_that_are_never_asked(url: str, why: str) -> None:
     with pytest.raises(UrlRefused, match=why):
         read_url(url, frozenset({HOST}))
+
+
+@pytest.mark.parametrize("base64", ["/9j/4AAQSkZJRg==", "iVBORw0KGgo=" * 500])
+def test_what_is_no_url_is_told_in_which_form_files_come(base64: str) -> None:
+    with pytest.raises(UrlRefused, match=r"files come as data URLs \(data:image/png;base64,…\)"):
+        read_url(base64, frozenset(), Item("", "").inline)
 
 
 def test_without_a_list_no_url_is_asked() -> None:

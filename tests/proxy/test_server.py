@@ -88,6 +88,7 @@ def test_cluster_status_describes_the_mesh(plain_front: Any) -> None:
     assert body["queue"] == {"running": 1, "waiting": 2, "open": 3}
     assert (body["enabled"], body["num_nodes"], body["coordinator"]) == (True, 2, "mac0")
     assert {"epoch", "epoch_cause", "model", "plan", "ready", "reason", "restarts"} <= body.keys()
+    assert body["media"]["image"] == {"available": False, "reason": "this model takes text only"}
 
 
 @pytest.mark.parametrize(
