@@ -147,7 +147,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
             "HF_HUB_DISABLE_XET": "1",
         }.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # a tokenizer of another test sets them
+            monkeypatch.delenv(name, raising=False)
         # The library reads its environment when it is imported.
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
         template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
