@@ -150,6 +150,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # a tokenizer of another test sets them
             monkeypatch.delenv(name, raising=False)
         # The library reads its environment when it is imported.
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
         template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
